@@ -30,6 +30,7 @@ from elastic_ddp.cli.output import console, format_time, plural, table
 from elastic_ddp.cli.recorded_run import RecordedRun, RunLedger
 from elastic_ddp.cli.report import report
 from elastic_ddp.cli.run_summary import render
+from elastic_ddp.cli.stacks import stacks
 from elastic_ddp.cli.submit import logs, stop_submitted, submit
 from elastic_ddp.cli.undrain import undrain
 from elastic_ddp.cli.watch import watch
@@ -278,6 +279,7 @@ def show(run: RecordedRun, as_json: AsJson = False) -> None:
 
 app.command()(events)
 app.command()(watch)
+app.command()(stacks)
 app.command()(report)
 
 

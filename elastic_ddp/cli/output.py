@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
 from datetime import datetime
 
 from rich.console import Console
@@ -37,3 +38,14 @@ def format_time(seconds: float, pattern: str = "%Y-%m-%d %H:%M:%S") -> str:
 def plural(count: int, noun: str) -> str:
     """Returns "1 worker" or "2 workers"."""
     return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
+
+
+def ranges(numbers: Sequence[int]) -> str:
+    """Returns "0-6, 9" for sorted numbers."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ", ".join(f"{run[0]}" if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)

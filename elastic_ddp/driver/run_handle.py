@@ -18,8 +18,11 @@ from elastic_ddp.rendezvous.actor import NAMESPACE, RENDEZVOUS_PREFIX, Rendezvou
 from elastic_ddp.storage.lease import find_holder
 from elastic_ddp.storage.storage import Storage
 from elastic_ddp.telemetry import read_ledger, summarize
+from elastic_ddp.telemetry.stacks import stacks_of_answers
 
 _POLL_S = 0.2
+_STACKS_WITHIN_S = 10.0
+"""How long workers have to send their stacks; most need less than a second."""
 _ENDED = {
     "finished": "this run has finished",
     "stopped": "this run was stopped, and the command that started it resumes it",
@@ -173,6 +176,34 @@ class RunHandle:
         Returns once the run has accepted the request. The same command resumes the run.
         """
         self._call("stop")
+
+    def stacks(self) -> Mapping[str, Any]:
+        """Returns the Python stacks of all threads of all workers, as they are now.
+
+        A thread beside the training thread answers, so a worker that hangs in a collective or in native code answers,
+        too, unless that code holds Python's global interpreter lock. Waits up to 10 s for answers.
+
+        Returns:
+            A dict with these keys:
+
+            - `workers`: a dict for each worker that answered: `rank` (None for a worker that is not in the current
+              generation), `node`, `pid`, `id`, `place` (what its training thread does), and `threads`, a list of dicts
+              with `name` and `stack`, the training thread first.
+            - `missing`: a dict for each other worker: `rank`, `node`, `pid`, `id` and `reason`.
+        """
+        request, end = self._call("request_stacks"), time.monotonic() + _STACKS_WITHIN_S
+        return stacks_of_answers(self._answers(request, end), _STACKS_WITHIN_S)
+
+    def _answers(self, request: int, end: float) -> list[dict[str, Any]]:
+        """Returns the answers of workers to a request, once all have come or at `end`; see `MemberRequests.answers`."""
+        while True:
+            is_over = time.monotonic() >= end
+            answers: list[dict[str, Any]] | None = self._call("answers", request)
+            if answers is None:
+                raise ElasticDDPError(f"run {self.name!r}: its rendezvous has restarted meanwhile. Ask again.")
+            if is_over or all(worker["answer"] is not None for worker in answers):
+                return answers
+            time.sleep(_POLL_S)
 
     def _call(self, method: str, *arguments: Any) -> Any:
         try:

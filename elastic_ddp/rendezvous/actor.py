@@ -23,6 +23,7 @@ from elastic_ddp.distributed.store import host_store
 from elastic_ddp.rendezvous.coordinator import Coordinator
 from elastic_ddp.rendezvous.hang import AT_THE_START, ActivityReport
 from elastic_ddp.rendezvous.heartbeat import HeartbeatServer
+from elastic_ddp.rendezvous.member_requests import MemberRequests
 from elastic_ddp.rendezvous.members import JoinRequest, Member
 from elastic_ddp.rendezvous.messages import (
     NO_SIGNALS,
@@ -33,6 +34,7 @@ from elastic_ddp.rendezvous.messages import (
     Signals,
     WorkerDirectives,
 )
+from elastic_ddp.rendezvous.status import all_workers
 from elastic_ddp.telemetry.event import Event
 from elastic_ddp.telemetry.events import ResizeRequested
 
@@ -68,6 +70,7 @@ class Rendezvous:
         self._heartbeats = HeartbeatServer(
             options.heartbeat_timeout_s, self._on_failure, self._coordinator.membership.has_joined
         )
+        self._requests = MemberRequests()
         self._waiting_for: str | None = None
         self._ticker: asyncio.Task[None] | None = None
         self._cleaned = 0
@@ -194,16 +197,30 @@ class Rendezvous:
         generation: int,
         progress: dict[str, Any] | None,
         activity: ActivityReport = AT_THE_START,
+        received: int = 0,
     ) -> Signals:
-        """Returns the signals for a member of a generation, after a long poll if there are none."""
+        """Returns the signals for a member of a generation, after a long poll if there are none.
+
+        `received` is the number of the newest `MemberRequest` that the member has received.
+        """
+
+        def signals_now() -> Signals:
+            signals = self._coordinator.signals(member, generation)
+            return replace(signals, requests=self._requests.of(member.id, received))
+
         async with self._locked() as coordinator:
             if coordinator.membership.why_gone(member.id) is None:
                 coordinator.event_log.update_progress(progress)
             coordinator.hangs.update(member.id, activity, time.monotonic())
-            if (signals := coordinator.signals(member, generation)) == NO_SIGNALS:
+            if (signals := signals_now()) == NO_SIGNALS:
                 await self._wait(self._for_members)
-                signals = coordinator.signals(member, generation)
+                signals = signals_now()
             return signals
+
+    async def answer(self, member: Member, number: int, answer: dict[str, Any]) -> None:
+        """Takes a member's answer to a `MemberRequest`."""
+        async with self._locked():
+            self._requests.answer(number, member.id, answer)
 
     async def report(self, event: Event, progress: dict[str, Any] | None, sender: str = "", number: int = 0) -> None:
         """Takes an event for the ledger and a progress report. See `EventLog.add`."""
@@ -332,6 +349,23 @@ class Rendezvous:
             if state.fulfilled_requests < request and log.outcome is None:
                 await self._wait(self._for_members)
             return None if state.fulfilled_requests < request else coordinator.last_commit
+
+    async def request_stacks(self) -> int:
+        """Asks all workers for the stacks of their threads. Returns the number of the request, for `answers`."""
+        async with self._locked() as coordinator:
+            starting = coordinator.state.attempts.starting.values()
+            return self._add_request(coordinator, all_workers(coordinator.membership, starting))
+
+    def _add_request(self, coordinator: Coordinator, *arguments: Any) -> int:
+        coordinator.state.member_requests += 1
+        self._requests.add(coordinator.state.member_requests, *arguments)
+        coordinator.apply_request()
+        return coordinator.state.member_requests
+
+    async def answers(self, number: int) -> list[dict[str, Any]] | None:
+        """Returns the answers to a request so far; see `MemberRequests.answers`."""
+        async with self._locked() as coordinator:
+            return self._requests.answers(number, coordinator.membership.why_gone)
 
     async def status(self) -> dict[str, Any]:
         """Returns the state of the run, for `elastic-ddp status`."""

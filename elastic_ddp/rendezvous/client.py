@@ -17,6 +17,7 @@ from elastic_ddp.distributed.process_group import Assignment
 from elastic_ddp.rendezvous.actor import RendezvousHandle
 from elastic_ddp.rendezvous.hang import Activity, stacks
 from elastic_ddp.rendezvous.heartbeat import Heartbeat
+from elastic_ddp.rendezvous.member_requests import MemberRequest
 from elastic_ddp.rendezvous.members import JoinRequest, Member
 from elastic_ddp.rendezvous.messages import NO_SIGNALS, Ended, PlannedAssignment, Signals
 from elastic_ddp.telemetry.event import Event
@@ -50,6 +51,8 @@ class RendezvousClient:
         """What the training thread is doing; that thread updates it."""
         self._signals = Signals()
         self._generation = 0
+        self._received = 0
+        """Number of the newest request to this worker."""
         self._abort: Callable[[], None] | None = None
         self._closed = threading.Event()
         self.disconnected = False
@@ -193,14 +196,26 @@ class RendezvousClient:
                 if self._closed.wait(_RETRY_S):
                     raise
 
+    def answer(self, number: int, **answer: Any) -> None:
+        """Answers a `MemberRequest`, with facts or an `error`. For any thread but the training thread: it blocks."""
+        self._call(self._rendezvous.answer, self.member, number, answer)
+
+    def _receive_requests(self, requests: tuple[MemberRequest, ...]) -> None:
+        for request in requests:
+            self._received = request.number
+            self.answer(request.number, **self._stacks())
+
+    def _stacks(self) -> dict[str, Any]:
+        return {"place": self.activity.now.place, "stacks": stacks()}
+
     def _receive_signals(self) -> None:
         aborted = shown = 0
         while not self._closed.is_set():
             generation = self._generation
             try:
-                signals: Signals = self._call(
-                    self._rendezvous.poll_signals, self.member, generation, self._progress, self.activity.report()
-                )
+                activity, poll = self.activity.report(), self._rendezvous.poll_signals
+                signals: Signals = self._call(poll, self.member, generation, self._progress, activity, self._received)
+                self._receive_requests(signals.requests)
             except ray.exceptions.RayError:
                 self.disconnected = True
                 return
@@ -209,7 +224,7 @@ class RendezvousClient:
             self._signals = signals
             if signals.show_stacks not in (0, shown):
                 shown = signals.show_stacks
-                self.record(StacksRecorded(member=self.member.id, place=self.activity.now.place, stacks=stacks()))
+                self.record(StacksRecorded(member=self.member.id, **self._stacks()))
             abort = self._abort
             if abort is not None and self._must_abort(signals) and (signals.ended is not None or aborted < generation):
                 aborted = generation

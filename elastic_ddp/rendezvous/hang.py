@@ -226,19 +226,21 @@ class HangDetector:
         if (all_wait or some_may_wait) and not none_came_after_abort:
             return Verdict(
                 failure=f"no progress on any worker {duration}, in '{where}', and no single worker is responsible. "
-                f"{code}The ledger's 'stacks' events show where. Raise hang_timeout_s if a step may take longer."
+                f"{code}`elastic-ddp stacks <storage>/<name>` shows where. Raise hang_timeout_s if a step may take "
+                "longer."
             )
         if not all_wait and all(place in (*WAITING, STORING) for place in places.values()):
             return Verdict(
                 end=StorageError(
-                    f"no save made progress {duration}: the storage does not respond. The ledger's 'stacks' events "
-                    "show where. Repair the storage and run the same command again."
+                    f"no save made progress {duration}: the storage does not respond. "
+                    "`elastic-ddp stacks <storage>/<name>` shows where. Repair the storage and run the same command "
+                    "again."
                 )
             )
         return Verdict(
             end=TrainFunctionError(
-                f"all workers were in '{where}' without progress {duration}. {code}The ledger's 'stacks' events "
-                "show where. Raise hang_timeout_s if that may take longer."
+                f"all workers were in '{where}' without progress {duration}. {code}`elastic-ddp stacks "
+                "<storage>/<name>` shows where. Raise hang_timeout_s if that may take longer."
             )
         )
 

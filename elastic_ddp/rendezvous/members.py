@@ -122,7 +122,10 @@ class FormedGeneration:
 
     def event(self) -> GenerationFormed:
         """Returns the ledger's event of the generation."""
-        members = [{"rank": rank, "node": member.node, "pid": member.pid} for rank, member in enumerate(self.members)]
+        members = [
+            {"rank": rank, "node": member.node, "pid": member.pid, "id": member.id}
+            for rank, member in enumerate(self.members)
+        ]
         return GenerationFormed(
             generation=self.number,
             world_size=len(members),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from elastic_ddp.rendezvous.member_requests import MemberRequest
 from elastic_ddp.telemetry.event import Event
 
 
@@ -42,6 +43,8 @@ class Signals:
     """Number of a request to commit at the next step boundary; 0 for none."""
     show_stacks: int = 0
     """Number of a request to record the stacks of all threads; 0 for none."""
+    requests: tuple[MemberRequest, ...] = ()
+    """Requests to the member that it has not received yet."""
 
 
 NO_SIGNALS = Signals()

@@ -39,6 +39,8 @@ class State:
     """Number of dismissed members that have a `worker_left` event."""
     stacks_requests: int = 0
     """Number of requests to record stacks so far."""
+    member_requests: int = 0
+    """Number of requests to members so far; see `MemberRequests`."""
     attempts: Attempts = field(default_factory=Attempts)
     """Failures since the run last made progress."""
 

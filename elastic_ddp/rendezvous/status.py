@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from elastic_ddp.rendezvous.event_log import EventLog
+from elastic_ddp.rendezvous.members import Member
 from elastic_ddp.rendezvous.membership import Membership
 
 
@@ -22,10 +24,24 @@ def status_of(membership: Membership, event_log: EventLog, *, is_over: bool) -> 
         "wanted": membership.wanted,
         "members": [
             {"rank": rank, "node": member.node, "node_id": member.node_id, "pid": member.pid, "id": member.id}
-            for rank, member in enumerate(membership.current.members if membership.current is not None else ())
-            if membership.why_gone(member.id) is None
+            for rank, member in ranks_of(membership)
         ],
         "draining": list(membership.draining),
         **progress,
         "world_size": 0 if state == "waiting" else progress["world_size"],
     }
+
+
+def ranks_of(membership: Membership) -> list[tuple[int, Member]]:
+    """Returns the members of the current generation that have not failed or left, with their ranks."""
+    members = membership.current.members if membership.current is not None else ()
+    return [(rank, member) for rank, member in enumerate(members) if membership.why_gone(member.id) is None]
+
+
+def all_workers(membership: Membership, starting: Iterable[Member]) -> list[tuple[int | None, Member]]:
+    """Returns all workers that are connected, first those with a rank; `starting` have not joined yet."""
+    ranked = ranks_of(membership)
+    others = {member.id: member for member in (*membership.known(), *starting)}
+    for _, member in ranked:
+        others.pop(member.id, None)
+    return [*ranked, *((None, member) for member in others.values() if membership.why_gone(member.id) is None)]

@@ -75,7 +75,7 @@ class GenerationFormed(GenerationEvent, event="rendezvous"):
     waited_s: float = 0.0
     """Seconds for which there had been too few workers."""
     members: list[dict[str, Any]] = field(default_factory=list)
-    """Rank, node address and process id of each member."""
+    """Rank, node address, process id and worker id of each member."""
     standing_by: int = 0
     """Number of ready workers that do not train, because of `even_micro_batches`."""
 

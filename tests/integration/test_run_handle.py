@@ -90,6 +90,10 @@ def test_a_live_run_serves_all_requests(undisturbed: Mapping[str, Any], connecte
         follow = [sys.executable, "-m", "elastic_ddp.cli.main", "events", uri, "--follow", "--json"]
         follower = subprocess.Popen(follow, stdout=subprocess.PIPE, text=True)
 
+        stacks = handle.stacks()
+        assert [worker["rank"] for worker in stacks["workers"]] == [0, 1, 2] and not stacks["missing"]
+        assert "in fault" in stacks["workers"][0]["threads"][0]["stack"]
+
         step = handle.checkpoint()
         assert step > 20
         assert handle.status()["last_commit"] == step

@@ -70,9 +70,13 @@ def test_image_cluster_files_and_docs_name_the_driver_that_the_torch_of_the_cons
     cuda = CUDA_OF_TORCH[pinned[1]]
     if torch.version.cuda and torch.__version__.startswith(pinned[1]):
         assert torch.version.cuda.startswith(f"{cuda}.")
-    files = [ROOT / "Dockerfile", *(ROOT / "cluster").glob("*.*"), ROOT / "docs/guides/cluster.md"]
+    files = [
+        ROOT / "Dockerfile",
+        *(ROOT / "cluster").glob("*.*"),
+        *(ROOT / "docs/guides" / name for name in ("cluster.md", "kubernetes.md")),
+    ]
     named = {file.name: set(re.findall(r"\bR(\d{3})\b|-nvidia-(\d{3})\b", file.read_text())) for file in files}
     drivers = {name: {"".join(each) for each in found} for name, found in named.items() if found}
-    assert drivers.keys() >= {"Dockerfile", "README.md", "cluster.yaml", "gcp.yaml", "onprem.yaml", "cluster.md"}
+    assert drivers.keys() >= {"Dockerfile", "cluster.yaml", "gcp.yaml", "onprem.yaml", "cluster.md", "kubernetes.md"}
     assert set.union(*drivers.values()) == {str(MINIMUM_DRIVER[cuda])}
     assert {each for file in files for each in re.findall(r"\bCUDA (\d+)", file.read_text())} == {str(cuda)}

@@ -7,6 +7,7 @@ import importlib.util
 import inspect
 import re
 import shlex
+import subprocess
 import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -202,6 +203,33 @@ def test_the_scripts_of_the_pages_exist_with_their_options() -> None:
         source = "".join(script.read_text() for script in folder.rglob("*.py"))
         for option in (word for word in words[2:] if word.startswith("--")):
             assert f'"{option}"' in source, f"{named(page)}: {option}"
+
+
+CLUSTER_FILES = [
+    "cluster/iam/storage.json",
+    "cluster/gcp.yaml",
+    "cluster/kuberay/raycluster.yaml",
+    "cluster/kuberay/rayjob.yaml",
+]
+
+
+@pytest.mark.parametrize("name", CLUSTER_FILES)
+def test_the_guides_fill_in_the_names_of_cluster_files_with_the_same_placeholders(name: str, tmp_path: Path) -> None:
+    """A reader puts own names in place of the words in capitals, also a second time after a change."""
+    own = {"BUCKET": "my-bucket", "PROJECT": "my-project", "REGISTRY": "my.registry/team"}
+    text = (ROOT / name).read_text()
+    placeholders = {word for word in own if re.search(rf"^[^#\n]*{word}", text, re.MULTILINE)}
+    pages = [page.read_text() for page in (ROOT / "docs/guides").glob("*.md")]
+    [script] = {found for page in pages for found in re.findall(rf"sed (?:-i )?(['\"].*['\"]) {re.escape(name)}", page)}
+    for word, value in own.items():
+        script = script.replace(word, value)
+    (tmp_path / "file").write_text(text)
+    for _ in range(2):
+        subprocess.run(f"sed -i {script} {tmp_path / 'file'}", shell=True, check=True)
+        filled = (tmp_path / "file").read_text()
+        assert placeholders and not re.search(rf"^[^#\n]*({'|'.join(own)})", filled, re.MULTILINE)
+        for word in placeholders:
+            assert filled.count(own[word]) >= text.count(word) - text.count("# Put") - text.count("# Replace")
 
 
 def test_the_readme_fits_a_screen_and_names_the_setup_commands() -> None:

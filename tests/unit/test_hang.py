@@ -96,7 +96,7 @@ def test_a_hang_that_no_member_waits_for_ends_the_run() -> None:
     detector = detector_of("a", "b")
     for member in "ab":
         detector.update(member, ActivityReport(5, "data", is_idle=True, where=f"{member}.py:1 in train"), 0.0)
-    assert "rank 0 at a.py:1 in train; rank 1 at b.py:1 in train. The" in str(detector.decide(is_broken=False).end)
+    assert "rank 0 at a.py:1 in train; rank 1 at b.py:1 in train. `" in str(detector.decide(is_broken=False).end)
     alone = at(detector_of("a"), a="forward").decide(is_broken=False)
     assert isinstance(alone.end, TrainFunctionError), "no other member to wait for"
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import lightkube.models.apps_v1 as apps
 import lightkube.models.core_v1 as core
+import lightkube.models.networking_v1 as networking
 import lightkube.models.policy_v1 as policy
 import msgspec
 import pytest
@@ -24,7 +25,9 @@ from elastic_ddp.cli.main import app
 from elastic_ddp.ray_internals import RAY_VERSION
 
 ROOT = Path(__file__).parents[2]
+GUIDE = (ROOT / "docs/guides/kubernetes.md").read_text()
 KINDS: dict[str, Any] = {
+    "NetworkPolicy": networking.NetworkPolicy,
     "PodDisruptionBudget": policy.PodDisruptionBudget,
     "Service": core.Service,
     "StatefulSet": apps.StatefulSet,
@@ -40,6 +43,7 @@ CLUSTER = manifests("raycluster.yaml")["RayCluster/elastic-ddp"]
 JOB = manifests("rayjob.yaml")["RayJob/elastic-ddp"]
 REDIS = manifests("redis.yaml")
 BUDGETS = manifests("disruption-budgets.yaml")
+POLICIES = manifests("network-policy.yaml")
 SPECS = {"raycluster.yaml": CLUSTER["spec"], "rayjob.yaml": JOB["spec"]["rayClusterSpec"]}
 
 
@@ -73,7 +77,7 @@ def test_kubernetes_accepts_the_pods(template: dict[str, Any]) -> None:
     check(template, core.PodTemplateSpec)
 
 
-@pytest.mark.parametrize("document", [*REDIS.values(), *BUDGETS.values()])
+@pytest.mark.parametrize("document", [*REDIS.values(), *BUDGETS.values(), *POLICIES.values()])
 def test_kubernetes_accepts_what_is_beside_the_ray_cluster(document: dict[str, Any]) -> None:
     check(document, KINDS[document["kind"]])
 
@@ -171,6 +175,42 @@ def test_disruption_budgets_hold_the_head_and_redis_and_no_worker() -> None:
     assert labels == added | CLUSTER["spec"]["headGroupSpec"]["template"]["metadata"]["labels"]
     [stateful] = [document for name, document in REDIS.items() if name.startswith("StatefulSet/")]
     assert redis["selector"] == stateful["spec"]["selector"]
+
+
+def reachable(labels: dict[str, str], namespace: str, target: dict[str, str], port: int) -> bool:
+    """Whether the policies let a pod with these labels reach a port of a pod of the cluster's namespace, `default`."""
+
+    def selects(selector: dict[str, Any], given: dict[str, str]) -> bool:
+        return selector.get("matchLabels", {}).items() <= given.items()
+
+    def is_from(peer: dict[str, Any]) -> bool:
+        names = peer.get("namespaceSelector", {"matchLabels": {"kubernetes.io/metadata.name": "default"}})
+        pods = selects(peer.get("podSelector", {}), labels)
+        return pods and selects(names, {"kubernetes.io/metadata.name": namespace})
+
+    specs = [policy["spec"] for policy in POLICIES.values() if selects(policy["spec"]["podSelector"], target)]
+    assert all(spec["policyTypes"] == ["Ingress"] for spec in specs), "DNS, the bucket and the metadata service"
+    rules = [rule for spec in specs for rule in spec["ingress"]]
+    allowing = [rule for rule in rules if any(map(is_from, rule["from"]))]
+    ports = [{entry["port"] for entry in rule.get("ports", [{"port": port}])} for rule in allowing]
+    return not specs or any(port in each for each in ports)
+
+
+def test_the_network_policy_lets_only_the_cluster_and_the_operator_reach_rays_ports() -> None:
+    operator = {"app.kubernetes.io/name": "kuberay-operator"}  # of its Helm chart
+    [guide] = re.findall(r"helm install kuberay-operator .*?--namespace (\S+)", GUIDE.replace("\\\n", " "))
+    pods = [SPECS["raycluster.yaml"]["headGroupSpec"], *(spec["workerGroupSpecs"][0] for spec in SPECS.values())]
+    labels = [pod["template"]["metadata"]["labels"] for pod in pods]
+    submitter = JOB["spec"]["submitterPodTemplate"]["metadata"]["labels"]
+    [stateful] = [document for name, document in REDIS.items() if name.startswith("StatefulSet/")]
+    redis = stateful["spec"]["template"]["metadata"]["labels"]
+    for target in labels:
+        for port in (6379, 8265, 10001, 8080, 40000):
+            assert all(reachable(each, "default", target, port) for each in (*labels, submitter))
+            assert not reachable({"app": "other"}, "default", target, port)
+            assert not reachable(labels[0], "other", target, port)
+            assert reachable(operator, guide, target, port) == (port == 8265)
+    assert reachable(labels[0], "default", redis, 6379) and not reachable(operator, guide, redis, 6379)
 
 
 def test_head_and_redis_are_on_no_spot_node() -> None:

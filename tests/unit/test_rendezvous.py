@@ -43,8 +43,8 @@ def test_members_get_their_ranks_and_a_working_store(play: Play, long_polls: Non
         assert [event.event for event in events] == ["rendezvous"]
         assert (events[0].world_size, events[0].reason, events[0].first_step) == (2, "start", None)
         assert events[0].members == [
-            {"rank": 0, "node": "10.0.0.0", "pid": 100},
-            {"rank": 1, "node": "10.0.0.1", "pid": 101},
+            {"rank": 0, "node": "10.0.0.0", "pid": 100, "id": "a0"},
+            {"rank": 1, "node": "10.0.0.1", "pid": 101, "id": "a1"},
         ]
 
     play(scenario)

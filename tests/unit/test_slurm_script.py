@@ -27,7 +27,7 @@ FAKES = {
         for node in 0 1 2; do SLURM_NODEID=$node "$@" & done
         wait""",
     "ray": r"""
-        echo "$SLURM_NODEID $RAY_AUTH_MODE $RAY_AUTH_TOKEN $*" >>"$CALLS/ray"
+        echo "$SLURM_NODEID $RAY_AUTH_MODE $(cat "$RAY_AUTH_TOKEN_PATH") $*" >>"$CALLS/ray"
         case "$1 $2" in
             "start --head") touch "$CALLS/head" ;;
             "health-check "*) exec test -e "$CALLS/head" ;;
@@ -108,6 +108,18 @@ def test_the_head_is_on_the_first_node_and_the_others_join_it(start: Start, tmp_
     for call in (head, *joins):  # raises if `ray start` lacks an option
         start_command.make_context("start", call.partition(" start ")[2].split())
     assert job.poll() is None
+
+
+def test_the_token_is_in_a_file_of_this_user_alone_while_the_job_runs(start: Start, tmp_path: Path) -> None:
+    job = start("train.py")
+    wait_for(tmp_path / "driver")
+    guide = (SCRIPT.parents[2] / "docs/guides/slurm.md").read_text()
+    [name] = re.findall(r"RAY_AUTH_TOKEN_PATH=\$PWD/(\S+)", guide)
+    token = tmp_path / name.replace("JOB", "17")
+    assert token.read_text() == "secret\n" and token.stat().st_mode & 0o777 == 0o600
+    job.send_signal(signal.SIGTERM)
+    assert job.wait(30) == 0
+    assert not token.exists()
 
 
 def test_a_node_whose_ray_ended_joins_again(start: Start, tmp_path: Path) -> None:

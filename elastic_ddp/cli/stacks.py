@@ -1,0 +1,104 @@
+"""`elastic-ddp stacks`: what the threads of a run's workers are doing, now or in the run's last hang."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from typing import Annotated, Any
+
+import typer
+from rich.text import Text
+
+from elastic_ddp.cli.live_run import get_run
+from elastic_ddp.cli.output import console, format_time, ranges
+from elastic_ddp.cli.recorded_run import RunLedger
+from elastic_ddp.errors import ConfigError
+from elastic_ddp.telemetry.stacks import stacks_of_last_hang
+
+Run = Annotated[
+    str, typer.Argument(metavar="RUN", help="A live run: its name, or <storage>/<name>. For a hang: <storage>/<name>.")
+]
+
+
+def stacks(
+    run: Run,
+    last_hang: Annotated[
+        bool, typer.Option("--last-hang", help="Print the stacks of the last hang, also if the run is live.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
+) -> None:
+    """Print the Python stacks of all ranks of a live run, or of a run's last hang.
+
+    The stacks of a live run are those of now. A rank answers also while it hangs in a collective or in native code that
+    does not hold Python's lock. If the run is not live, the command prints the stacks that its workers recorded in the
+    last hang. RUN is <storage>/<name> then, and no cluster is needed. Equal stacks of several ranks are printed once.
+    """
+    facts = _of_last_hang(run) if last_hang else _now(run)
+    if as_json:
+        print(json.dumps(facts, indent=1))
+        return
+    out = console()
+    if "time" in facts:
+        out.print(f"No worker made progress for {facts['seconds']:g} s. The hang was at {format_time(facts['time'])}.")
+    for line in _lines(facts):
+        out.print(line, soft_wrap=True)
+
+
+def _now(run: str) -> Mapping[str, Any]:
+    try:
+        handle = get_run(run)
+    except ConfigError:  # not live, or this machine is not a node of its cluster
+        if "/" not in run:
+            raise
+        return _of_last_hang(run)
+    return handle.stacks()
+
+
+def _of_last_hang(run: str) -> Mapping[str, Any]:
+    facts = stacks_of_last_hang(RunLedger(run).read())
+    if facts is None:
+        raise ConfigError(f"{run}: its ledger has no hang. For the stacks of now, use the name of a live run.")
+    return facts
+
+
+def _lines(facts: Mapping[str, Any]) -> Iterator[Text]:
+    """The workers by equal stacks of their training threads, and the other threads of each group."""
+    culprits = facts.get("culprits", ())
+    for group in _grouped(facts["workers"], lambda worker: (worker["place"], _stack(worker, 0))):
+        first = group[0]
+        nodes = ", ".join(dict.fromkeys(str(worker["node"]) for worker in group))
+        blamed = ", others waited for it" if any(worker["id"] in culprits for worker in group) else ""
+        yield Text()
+        yield Text(f"{_name(group)} ({nodes}), in '{first['place']}'{blamed}", style="bold")
+        yield Text(_stack(first, 0))
+        threads = [(worker, thread) for worker in group for thread in worker["threads"][1:]]
+        for same in _grouped(threads, lambda pair: pair[1]["stack"]):
+            names = ", ".join(dict.fromkeys(thread["name"] for _, thread in same))
+            owners = list({worker["id"]: worker for worker, _ in same}.values())
+            of = f" of {_name(owners)}" if len(owners) < len(group) else ""
+            yield Text(f"  Thread {names}{of}", style="dim")
+            yield Text(same[0][1]["stack"], style="dim")
+    for group in _grouped(facts["missing"], lambda worker: worker["reason"]):
+        nodes = ", ".join(dict.fromkeys(str(worker["node"]) for worker in group))
+        yield Text()
+        yield Text(f"{_name(group)} ({nodes}): {group[0]['reason']}", style="bold red")
+
+
+def _stack(worker: Mapping[str, Any], thread: int) -> str:
+    threads = worker["threads"]
+    return str(threads[thread]["stack"]) if threads else "(no thread runs Python code)"
+
+
+def _grouped(items: Iterable[Any], key: Any) -> list[Sequence[Any]]:
+    groups: dict[Hashable, list[Any]] = {}
+    for item in items:
+        groups.setdefault(key(item), []).append(item)
+    return [*groups.values()]
+
+
+def _name(workers: Sequence[Mapping[str, Any]]) -> str:
+    """Returns "rank 3" or "ranks 0-6, 9"; a worker that is not in a generation has its process id."""
+    ranks = sorted(worker["rank"] for worker in workers if worker["rank"] is not None)
+    others = [f"worker {worker['pid'] or worker['id']}" for worker in workers if worker["rank"] is None]
+    ranked = [f"{'rank' if len(ranks) == 1 else 'ranks'} {ranges(ranks)}"] if ranks else []
+    return ", ".join([*ranked, *others])

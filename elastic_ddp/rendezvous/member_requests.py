@@ -1,0 +1,90 @@
+"""Requests that each member answers for itself: for its stacks, or to profile steps. A restart forgets them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from elastic_ddp.rendezvous.members import Member
+
+KEPT = 4
+"""Number of newest requests whose answers are kept."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProfileRequest:
+    """A request to profile steps of a generation."""
+
+    generation: int
+    rank: int
+    num_ranks: int
+    """Number of ranks that profile. They start at the same step."""
+    num_steps: int
+    memory: bool
+    """Whether to record memory, too."""
+    folder: str
+    """Folder for the traces, in the run's storage."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemberRequest:
+    """A request to one member."""
+
+    number: int
+    profile: ProfileRequest | None = None
+    """None for a request for stacks."""
+
+
+@dataclass
+class _Open:
+    members: Sequence[tuple[int | None, Member]]
+    requests: Mapping[str, MemberRequest]
+    answers: dict[str, Mapping[str, Any]] = field(default_factory=dict)
+
+
+class MemberRequests:
+    """The newest requests and their answers."""
+
+    def __init__(self) -> None:
+        self._open: dict[int, _Open] = {}
+
+    def add(
+        self,
+        number: int,
+        members: Sequence[tuple[int | None, Member]],
+        profile_of: Callable[[int | None], ProfileRequest | None] = lambda rank: None,
+    ) -> None:
+        """Adds a request to members, each with its rank. Numbers increase."""
+        requests = {member.id: MemberRequest(number=number, profile=profile_of(rank)) for rank, member in members}
+        self._open[number] = _Open(members, requests)
+        for oldest in sorted(self._open)[:-KEPT]:
+            del self._open[oldest]
+
+    def of(self, member: str, after: int) -> tuple[MemberRequest, ...]:
+        """Returns the requests to a member that it has not received: those with numbers above `after`."""
+        return tuple(
+            each.requests[member] for number, each in self._open.items() if number > after and member in each.requests
+        )
+
+    def answer(self, number: int, member: str, answer: Mapping[str, Any]) -> None:
+        """Takes a member's answer: its facts, or an `error`. The first one counts."""
+        if (each := self._open.get(number)) is not None and member in each.requests:
+            each.answers.setdefault(member, answer)
+
+    def answers(self, number: int, why_gone: Callable[[str], str | None]) -> list[dict[str, Any]] | None:
+        """Returns a dict for each member: its `rank`, `node`, `pid`, `id`, and its `answer`, None while that is open.
+
+        A member that failed or left has an `error` as answer. Returns None if the request is not known.
+        """
+        if (each := self._open.get(number)) is None:
+            return None
+
+        def answer_of(member: str) -> Mapping[str, Any] | None:
+            gone = why_gone(member)
+            return each.answers.get(member) or (None if gone is None else {"error": gone})
+
+        return [
+            {"rank": rank, "node": member.node, "pid": member.pid, "id": member.id, "answer": answer_of(member.id)}
+            for rank, member in each.members
+        ]
