@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from elastic_ddp.driver.run_handle import RunHandle, get_run
     from elastic_ddp.driver.trainer import ElasticTrainer, RunResult
     from elastic_ddp.errors import ElasticDDPError
+    from elastic_ddp.loggers.logger import LoggedRun, Logger
     from elastic_ddp.worker.run import Run
     from elastic_ddp.worker.step import Step
 
@@ -23,6 +24,8 @@ _MODULES = {
     "ElasticDDPError": "errors",
     "ElasticTrainer": "driver.trainer",
     "FSDPConfig": "config.run_config",
+    "LoggedRun": "loggers.logger",
+    "Logger": "loggers.logger",
     "Run": "worker.run",
     "RunConfig": "config.run_config",
     "RunHandle": "driver.run_handle",
@@ -38,6 +41,8 @@ __all__ = [
     "ElasticDDPError",
     "ElasticTrainer",
     "FSDPConfig",
+    "LoggedRun",
+    "Logger",
     "Run",
     "RunConfig",
     "RunHandle",

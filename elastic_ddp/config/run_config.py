@@ -17,7 +17,15 @@ from pydantic import (
 )
 
 from elastic_ddp.config.environment import check_env, check_runtime_env
-from elastic_ddp.config.settings import MAX_STEP, Names, PositiveFloat, PositiveInt, Seconds, Settings
+from elastic_ddp.config.settings import (
+    MAX_STEP,
+    Names,
+    PositiveFloat,
+    PositiveInt,
+    Seconds,
+    Settings,
+    check_distinct,
+)
 from elastic_ddp.config.storage_uri import check_storage_uri
 from elastic_ddp.errors import ConfigError
 
@@ -209,6 +217,9 @@ class RunConfig(Settings):
     function are never retried, and three failures in a row at the same step always end the run."""
     log_every_steps: PositiveInt = 10
     """Number of steps between two writes of logged values to the ledger."""
+    loggers: Annotated[tuple[Literal["tensorboard"], ...], Field(strict=False), AfterValidator(check_distinct)] = ()
+    """Where the driver sends the values of each logged step, such as `["tensorboard"]`. Each step is logged once, in
+    order, also after failures and a resume. `tensorboard` writes to `<storage>/<name>/tensorboard`."""
     resize_interval_s: Seconds = 5.0
     """Seconds between two checks whether the cluster can hold more workers, up to `max_workers`."""
     heartbeat_timeout_s: Annotated[Seconds, Field(ge=0.1)] = 5.0

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from contextvars import ContextVar
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from elastic_ddp.config.explain import explain
 from elastic_ddp.errors import ConfigError
+
+T = TypeVar("T")
 
 MAX_STEP = 10**15
 """Every JSON reader represents integers up to this exactly."""
@@ -23,13 +25,14 @@ _building: ContextVar[bool] = ContextVar("building", default=False)
 """Whether an outer settings object is being built, which then reports the errors of its parts."""
 
 
-def _check_distinct(names: tuple[str, ...]) -> tuple[str, ...]:
+def check_distinct(names: tuple[T, ...]) -> tuple[T, ...]:
+    """Returns names that have no duplicate. Raises ValueError if they have one."""
     if len(set(names)) < len(names):
         raise ValueError(f"{list(names)} has a duplicate; give each name once")
     return names
 
 
-Names = Annotated[tuple[str, ...], Field(strict=False), AfterValidator(_check_distinct)]
+Names = Annotated[tuple[str, ...], Field(strict=False), AfterValidator(check_distinct)]
 """Distinct names, also from a list, as TOML and JSON have them."""
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 import time
+from collections.abc import Mapping
 from typing import Any
 
 import ray
@@ -16,6 +17,8 @@ from elastic_ddp.driver.gcs_watch import GcsWatch
 from elastic_ddp.driver.ray_train import run_workers
 from elastic_ddp.driver.wait_watch import WaitWatch
 from elastic_ddp.errors import ConfigError, WorkersFailedError
+from elastic_ddp.loggers.logger import Logger
+from elastic_ddp.loggers.run_loggers import RunLoggers
 from elastic_ddp.ray_internals import has_ray_ended
 from elastic_ddp.rendezvous.actor import RendezvousHandle
 from elastic_ddp.rendezvous.messages import DriverUpdate
@@ -56,6 +59,7 @@ class Session:
         lease: DriverLease,
         started_at: float,
         gcs: GcsWatch,
+        loggers: Mapping[str, Logger] | None = None,
     ) -> None:
         self._job = job
         self._lease = lease
@@ -64,6 +68,11 @@ class Session:
         self._display = RunDisplay(job.total_steps, job.config.min_workers, resume_from)
         self._wait_watch = WaitWatch(job.config)
         self._gcs = gcs
+        config = job.config.recorded()
+        self.loggers = RunLoggers(
+            loggers or {}, job.storage, lease.session, config, self._display.note, lease.replaced.is_set
+        )
+        """Must be left at the end of the session."""
         self.stop_requests = StopRequests()
         """Must be entered before `run`, and left at the end of the session."""
         self._num_events = 0
@@ -75,7 +84,7 @@ class Session:
             SessionStarted(
                 at=started_at,
                 resumed_from_step=resume_from.step if resume_from else None,
-                config=job.config.recorded(),
+                config=config,
                 versions=versions(),
             )
         )
@@ -87,6 +96,7 @@ class Session:
         Raises DriverReplacedError if another driver takes over the run.
         """
         self._thread.start()
+        self.loggers.start()
         with self._display:
             try:
                 outcome = self._follow()
@@ -95,7 +105,7 @@ class Session:
         if outcome["status"] == "failed":
             self._ledger.append(RunFailed(error=outcome["error"], kind=outcome.get("kind")))
         self._ledger.append(RunFinished(**outcome))
-        self._ledger.flush()
+        self._flush()
         return outcome
 
     def _run_workers(self) -> None:
@@ -146,8 +156,12 @@ class Session:
             self._display.record(event)
         self._num_events += len(update.events)
         if update.events:
-            self._ledger.flush()
+            self._flush()
         return update
+
+    def _flush(self) -> None:
+        """Stores the events, and passes them on to the loggers."""
+        self.loggers.add(self._ledger.flush())
 
     def _call(self, method: Any, *arguments: Any) -> Any:
         """Calls the rendezvous, and retries while it fails: its snapshot file may be on a disk that is full."""
@@ -214,7 +228,12 @@ class Session:
     def close_ledger(self) -> None:
         """Writes the last event of the session. Raises StorageError if events cannot be stored."""
         self._ledger.append(SessionEnded())
+        self._flush()
         self._ledger.close()
+
+    def finish_loggers(self, status: str) -> None:
+        """Waits for the loggers, until a second Ctrl-C. Call it after `close_ledger`."""
+        self.loggers.finish(status, lambda: self.stop_requests.at_once)
 
     def _outcome_of_newest_commit(self) -> dict[str, Any]:
         """The outcome of a run that was stopped while no worker trained."""

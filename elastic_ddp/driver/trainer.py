@@ -7,7 +7,7 @@ import os
 import socket
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, fields, replace
 from functools import wraps
@@ -42,6 +42,8 @@ from elastic_ddp.driver.gcs_watch import GcsWatch
 from elastic_ddp.driver.node_access import check_nodes
 from elastic_ddp.driver.session import Session
 from elastic_ddp.errors import ConfigError, DataError, NonFiniteError, StorageError, TrainFunctionError
+from elastic_ddp.loggers.logger import Logger
+from elastic_ddp.loggers.run_loggers import open_loggers
 from elastic_ddp.ray_internals import check_ray_version
 from elastic_ddp.ray_internals.nodes import draining_nodes
 from elastic_ddp.ray_internals.this_job import record_run, this_job
@@ -126,9 +128,10 @@ class ElasticTrainer:
             shape `(num_rows, ...)`. `rng` is a NumPy generator seeded from `seed`, the epoch and the chunk.
         collate_fn: maps the rows of a micro-batch, a list, to what `Step.micro_batches` yields. Rows of columns are
             dicts. Default: a tensor of each column, or `torch.utils.data.default_collate` for a map-style data set.
-
         sample_weights: draws rows with replacement, in proportion to these weights: the name of a column, or one number
             for each row in stored order. An epoch draws as many rows as the data set has.
+        loggers: objects of your own that receive the values of each logged step, in the driver; see `Logger`. The
+            setting `loggers` names TensorBoard, Weights & Biases and MLflow.
 
     Raises:
         ConfigError: a setting or an argument is invalid, the storage is not writable, or the installed Ray version is
@@ -145,12 +148,14 @@ class ElasticTrainer:
         transform: Transform | None = None,
         collate_fn: CollateFn | None = None,
         sample_weights: Weights | None = None,
+        loggers: Sequence[Logger] = (),
     ) -> None:
         check_ray_version()
         check_functions(train, transform, collate_fn)
         self.config = RunConfig.load(config)
         check_runtime_env(self.config.runtime_env)
         check_data(data, transform, self.config.data.columns)
+        self._loggers = open_loggers(self.config.loggers, loggers)
         self._train = train
         self._data = data
         self._transform = transform
@@ -226,14 +231,17 @@ class ElasticTrainer:
     ) -> RunResult:
         rendezvous = self._start_rendezvous(job, resume_from, snapshot_folder)
         gcs = GcsWatch(ray.get_runtime_context().gcs_address)
-        session = Session(job, rendezvous, resume_from, lease, started_at, gcs)
-        with session.stop_requests:
+        session = Session(job, rendezvous, resume_from, lease, started_at, gcs, self._loggers)
+        with session.stop_requests, session.loggers:
             try:
                 outcome = session.run()
             finally:
                 ray.kill(rendezvous)
                 session.end_workers()
-            return self._conclude(outcome, session, lease)
+            try:
+                return self._conclude(outcome, session, lease)
+            finally:
+                session.finish_loggers(outcome["status"])
 
     def _create_job(self, session: str) -> Job:
         """Reads or builds the index of the data, and checks both against the record of the run."""

@@ -42,6 +42,8 @@ class Ledger:
         self._segment = b""
         self._unwritten: dict[str, bytes] = {}
         """Segments to store, by key, oldest first."""
+        self._new: list[Event] = []
+        """Events since the last flush that stored all."""
         self._failure: StorageError | None = None
 
     def append(self, event: Event) -> None:
@@ -55,11 +57,15 @@ class Ledger:
         if self._segment and len(self._segment) + len(line) > _SEGMENT_BYTES:
             self._number, self._segment = self._number + 1, b""
         self._seq += 1
+        self._new.append(parse(json.loads(line)))
         self._segment += line
         self._unwritten[f"ledger/{self.session}-{self._number:06d}.jsonl"] = self._segment
 
-    def flush(self) -> None:
-        """Stores the appended events. If the storage fails, logs that and keeps the events for a later flush."""
+    def flush(self) -> list[Event]:
+        """Stores the appended events, and returns them as `read_ledger` does.
+
+        If the storage fails, logs that, keeps the events for a later flush, and returns none.
+        """
         try:
             for key, data in list(self._unwritten.items()):
                 self._storage.write(key, data)
@@ -68,8 +74,10 @@ class Ledger:
             if self._failure is None:  # one line for an outage
                 _log.warning("ledger events stay in memory until the storage accepts them: %s", error)
             self._failure = error
-        else:
-            self._failure = None
+            return []
+        self._failure = None
+        stored, self._new = self._new, []
+        return stored
 
     def close(self) -> None:
         """Flushes for the last time.
@@ -80,6 +88,12 @@ class Ledger:
         self.flush()
         if self._failure is not None:
             raise self._failure
+
+
+def list_sessions(storage: Storage) -> list[str]:
+    """Returns the names of all sessions with events, sorted."""
+    matches = (_SEGMENT.fullmatch(key) for key in storage.list("ledger"))
+    return sorted({match["session"] for match in matches if match})
 
 
 def read_ledger(storage: Storage) -> list[Event]:

@@ -11,7 +11,9 @@ from typing import Any
 import pyarrow.fs
 import pytest
 import s3fs
+from tensorboardX.proto.event_pb2 import Event
 
+from elastic_ddp.loggers.tensorboard import FOLDER, read_records
 from elastic_ddp.storage.storage import Storage
 from elastic_ddp.telemetry import read_ledger
 from tests.integration import jobs
@@ -25,18 +27,20 @@ def test_a_run_on_s3_has_the_same_bits_as_a_local_run(undisturbed: Mapping[str, 
     jobs.write_rows(f"{bucket}/data", filesystem=filesystem)
 
     killed = ("kill-driver", str(tmp_path / "killed"), "25")
-    first = jobs.drive(f"{s3}/data", f"{s3}/runs", "run", "2", *killed)
+    first = jobs.drive(f"{s3}/data", f"{s3}/runs", "run", "2", *killed, LOGGERS="tensorboard")
     assert first.returncode == -9, first.stderr
-    second = jobs.drive(f"{s3}/data", f"{s3}/runs", "run", "2", *killed)
+    second = jobs.drive(f"{s3}/data", f"{s3}/runs", "run", "2", *killed, LOGGERS="tensorboard")
     assert second.returncode == 0, second.stderr
     assert "status='finished'" in second.stdout
 
     summary = json.loads(Storage(f"{s3}/runs/run").read("summary.json"))
     assert jobs.same_bits(summary, undisturbed)
-    resumed = [
-        event.resumed_from_step for event in read_ledger(Storage(f"{s3}/runs/run")) if event.event == "session_started"
-    ]
+    events = read_ledger(Storage(f"{s3}/runs/run"))
+    resumed = [event.resumed_from_step for event in events if event.event == "session_started"]
     assert resumed[0] is None and resumed[1] >= 20
+    files = [Storage(f"{s3}/runs/run").read(key) for key in Storage(f"{s3}/runs/run").list(FOLDER)]
+    logged = [Event.FromString(record) for data in files for record in read_records(data)]
+    assert [event.step for event in logged if event.step] == list(range(1, jobs.STEPS + 1)), "each step once, in order"
 
     secret = os.environ["AWS_SECRET_ACCESS_KEY"].encode()
     runs = Storage(f"{s3}/runs")

@@ -30,6 +30,7 @@ ORDER = [
     "ray_internals",
     "rendezvous",
     "checkpoint",
+    "loggers",
     "telemetry",
     "distributed",
     "storage",

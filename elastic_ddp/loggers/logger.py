@@ -1,0 +1,59 @@
+"""The interface of a logger, and what it learns about the run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoggedRun:
+    """What a logger learns about the run."""
+
+    name: str
+    """Name of the run."""
+    uri: str
+    """The run's folder, `<storage>/<name>`."""
+    id: str
+    """A unique id, the same in all sessions of the run. Another run with the same name has another id."""
+    config: Mapping[str, Any]
+    """The configuration, as the ledger has it: of `env` and `runtime_env` the names only."""
+    session: str
+    """Name of the driver's session, such as `20261120T101500Z-3f9a1c`; it is unique."""
+    session_number: int
+    """Number of the session, from 1."""
+
+
+class Logger(Protocol):
+    """Receives the values of a run's logged steps, each step once, in order, also across failures and resumes.
+
+    The driver calls the methods, all in one thread of this logger, so a slow logger does not slow the run. An exception
+    does not end the run: the driver prints it once, and calls `start` again until the logger works.
+    """
+
+    def start(self, run: LoggedRun) -> int | None:
+        """Connects. Called at the start of each session, and after each exception.
+
+        Returns:
+            The newest step that this logger has already, or None for none. `log` is then called for each later step,
+            from earlier sessions too. Read it from where the values are stored: only then each step is logged once,
+            also if the driver was killed before, within or after `log`.
+        """
+
+    def log(self, step: int, values: Mapping[str, float], time: float) -> None:
+        """Logs all values of a step. Steps increase strictly.
+
+        Args:
+            step: number of steps done since the start of the run.
+            values: `loss`, `epoch`, `samples`, `samples_per_s` and `world_size`, the means of what `step.log` got, and
+                the results of evaluations, by their names. At some steps also `phases/…`, `gpu/…` and `commit/…`.
+            time: when the step was done: Unix time in seconds.
+        """
+
+    def finish(self, status: str) -> None:
+        """Stores what is still in memory. Called once at the end of the session.
+
+        Args:
+            status: `finished`, `stopped` or `failed`.
+        """

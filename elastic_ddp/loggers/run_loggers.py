@@ -1,0 +1,132 @@
+"""All loggers of a run: they are checked before it starts, fed while it runs, and waited for at its end."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any, Self
+from uuid import uuid4
+
+from elastic_ddp.errors import ConfigError
+from elastic_ddp.loggers.delivery import Delivery
+from elastic_ddp.loggers.logger import LoggedRun, Logger
+from elastic_ddp.storage.storage import Storage
+from elastic_ddp.telemetry.event import Event
+from elastic_ddp.telemetry.ledger import list_sessions
+
+FINISH_TIMEOUT_S = 30.0
+"""How long the end of a session waits for all loggers together."""
+_POLL_S = 0.1
+_ID = "loggers/id"
+"""Object in the run's folder with its id."""
+
+_CLASSES = {
+    "tensorboard": ("tensorboardX", "elastic_ddp.loggers.tensorboard", "TensorBoardLogger"),
+}
+"""The package that a logger of `RunConfig.loggers` needs, and its module and class."""
+
+
+def open_loggers(names: Iterable[str], objects: Sequence[Any]) -> dict[str, Logger]:
+    """Returns the loggers of a configuration and of the user, by the name for messages.
+
+    Raises:
+        ConfigError: a package is not installed, a credential is missing, or an object is no logger.
+    """
+    loggers: dict[str, Logger] = {}
+    for name in names:
+        package, module, class_name = _CLASSES[name]
+        if find_spec(package) is None:
+            raise ConfigError(
+                f"loggers={name!r} needs a package that is not installed: pip install {package}, or remove it from "
+                "loggers"
+            )
+        loggers[name] = getattr(import_module(module), class_name)()
+    for number, logger in enumerate(objects):
+        methods = ("start", "log", "finish")
+        if isinstance(logger, str | type) or not all(callable(getattr(logger, method, None)) for method in methods):
+            raise ConfigError(
+                f"loggers[{number}]={logger!r} is no logger. Give objects with the methods start(run), log(step, "
+                "values, time) and finish(status); names such as 'wandb' belong into the setting loggers"
+            )
+        name = type(logger).__name__
+        loggers[name if name not in loggers else f"{name} {number + 1}"] = logger
+    return loggers
+
+
+class RunLoggers:
+    """Feeds the loggers of one session; see `Delivery`.
+
+    Args:
+        loggers: by name.
+        storage: the run's folder.
+        config: the configuration, as it is recorded.
+        notify: shows a message at the driver's terminal.
+        is_replaced: whether another driver has taken over the run.
+    """
+
+    def __init__(
+        self,
+        loggers: Mapping[str, Logger],
+        storage: Storage,
+        session: str,
+        config: Mapping[str, Any],
+        notify: Callable[[str], None],
+        is_replaced: Callable[[], bool],
+    ) -> None:
+        self._loggers, self._storage, self._session, self._config = loggers, storage, session, config
+        self._notify, self._is_replaced = notify, is_replaced
+        self._deliveries: list[Delivery] = []
+
+    def start(self) -> None:
+        """Starts the loggers' threads."""
+        for name, logger in self._loggers.items():
+            delivery = Delivery(
+                name, logger, self._session, self._describe, self._storage, self._notify, self._is_replaced
+            )
+            self._deliveries.append(delivery)
+            delivery.start()
+
+    def add(self, events: Iterable[Event]) -> None:
+        """Passes events on that the ledger has stored. Never blocks."""
+        for event in events:
+            for delivery in self._deliveries:
+                delivery.add(event)
+
+    def finish(self, status: str, is_interrupted: Callable[[], bool] = lambda: False) -> None:
+        """Waits until the loggers have all steps: at most `FINISH_TIMEOUT_S`, and not after an interrupt."""
+        for delivery in self._deliveries:
+            delivery.finish(status)
+        deadline = time.monotonic() + FINISH_TIMEOUT_S
+        for delivery in self._deliveries:
+            while not (is_done := delivery.join(_POLL_S)) and time.monotonic() < deadline and not is_interrupted():
+                pass
+            if not is_done:
+                newest = "no step" if delivery.newest is None else f"the steps up to {delivery.newest}"
+                self._notify(
+                    f"logger {delivery.name} did not finish within {FINISH_TIMEOUT_S:g} s and has {newest}. The same "
+                    "command gives it the others"
+                )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Ends the delivery at once."""
+        for delivery in self._deliveries:
+            delivery.abandon()
+
+    def _describe(self) -> LoggedRun:
+        """Reads what loggers learn about the run. The first session with loggers creates the run's id."""
+        with suppress(FileExistsError):
+            self._storage.create(_ID, uuid4().hex[:16].encode())
+        return LoggedRun(
+            name=self._config["name"],
+            uri=self._storage.uri,
+            id=self._storage.read(_ID).decode(),
+            config=self._config,
+            session=self._session,
+            session_number=len({*list_sessions(self._storage), self._session}),
+        )

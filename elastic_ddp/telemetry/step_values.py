@@ -1,0 +1,144 @@
+"""The values of each step, for loggers: a pure function of the ledger's events."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from elastic_ddp.telemetry.event import Event
+from elastic_ddp.telemetry.events import (
+    CommitSucceeded,
+    EvaluationFinished,
+    PhasesMeasured,
+    RunFinished,
+    SessionStarted,
+    StepsCompleted,
+)
+
+_NONFINITE = ("NaN", "Infinity", "-Infinity")
+
+
+@dataclass(frozen=True)
+class LoggedStep:
+    """All values of one step."""
+
+    step: int
+    """Steps done since the start of the run."""
+    time: float
+    """Unix time in seconds at which the step was reported."""
+    values: Mapping[str, float]
+    """The values by name, see `loggers.Logger.log`."""
+
+
+@dataclass
+class _Held:
+    """A step whose values are not complete yet."""
+
+    step: int
+    time: float
+    values: dict[str, float] = field(default_factory=dict)
+
+
+class StepValues:
+    """Joins the events of a run into one record for each logged step, in strictly increasing order.
+
+    Pass it all events of the ledger, in the order of `read_ledger`; the same events give the same records. A record is
+    complete once an event of a later step follows, or the end of the run: an evaluation comes after its step, and some
+    loggers cannot add to an earlier step.
+
+    A session that resumes from an older commit repeats steps, with the same bits. Their repetitions are left out. What
+    is reported later than its step, such as a commit, belongs to the newest step at that time.
+    """
+
+    def __init__(self) -> None:
+        self._held: _Held | None = None
+        self._newest = -1
+        """Step of the newest complete record."""
+        self._late: dict[str, float] = {}
+        """Values for the next record, as no step is held that could have them."""
+        self._evaluated: dict[str, int] = {}
+        """Step of the newest evaluation, by name."""
+        self._measured = -1
+        """Step of the newest measurement of phases."""
+        self._counted: tuple[float, int] | None = None
+        """Time and samples of the last event with samples in this session."""
+
+    def add(self, event: Event) -> LoggedStep | None:
+        """Adds an event. Returns the record that it completes, if it does."""
+        complete = None
+        step = getattr(event, "step", None)
+        if self._held is not None and (isinstance(event, RunFinished) or (step is not None and step > self._held.step)):
+            complete, self._newest = self._held, self._held.step
+            if isinstance(event, RunFinished):
+                complete.values.update(self._take_late())
+            self._held = None
+        match event:
+            case SessionStarted():
+                self._counted = None
+            case StepsCompleted():
+                values = {**(event.metrics or {}), **dict(_step_values(event)), **self._rate(event)}
+                self._add(event.step, event, values)
+            case EvaluationFinished() if event.step > self._evaluated.get(event.name, -1):
+                self._evaluated[event.name] = event.step
+                self._add(event.step, event, {event.name: event.loss}, may_be_late=True)
+            case PhasesMeasured() if event.step > self._measured:
+                self._measured = event.step
+                self._add_late(dict(_phase_values(event)))
+            case CommitSucceeded():
+                self._add_late({"commit/seconds": event.seconds, "commit/bytes": event.num_bytes})
+        return None if complete is None else LoggedStep(complete.step, complete.time, complete.values)
+
+    def _add(self, step: int, event: Event, values: Mapping[str, Any], *, may_be_late: bool = False) -> None:
+        """Adds values to the record of a step. If it is complete, they are repeated, or belong to the next record."""
+        if self._held is None and step > self._newest:
+            self._held = _Held(step, _time_of(event), self._take_late())
+        if self._held is not None and step == self._held.step:
+            for name, value in _numbers(values):
+                self._held.values.setdefault(name, value)
+        elif may_be_late:
+            self._add_late(values)
+
+    def _add_late(self, values: Mapping[str, Any]) -> None:
+        (self._late if self._held is None else self._held.values).update(_numbers(values))
+
+    def _take_late(self) -> dict[str, float]:
+        late, self._late = self._late, {}
+        return late
+
+    def _rate(self, event: StepsCompleted) -> dict[str, float]:
+        """Returns the samples per second since the last such event of the session."""
+        before, now, samples = self._counted, _time_of(event), event.samples
+        self._counted = None if samples is None else (now, samples)
+        if before is None or samples is None or samples < before[1] or now <= before[0]:
+            return {}
+        return {"samples_per_s": (samples - before[1]) / (now - before[0])}
+
+
+def _step_values(event: StepsCompleted) -> Iterator[tuple[str, Any]]:
+    for name in ("loss", "epoch", "samples", "world_size"):
+        yield name, getattr(event, name)
+
+
+def _phase_values(event: PhasesMeasured) -> Iterator[tuple[str, Any]]:
+    for phase, seconds in event.phases.items():
+        yield f"phases/{phase}_s", seconds
+    if event.work_s:
+        yield "phases/slowest_rank_s", max(event.work_s)
+    if event.memory_bytes:
+        yield "gpu/memory_bytes", max(event.memory_bytes)
+    if known := [share for share in event.utilization or [] if share is not None]:
+        yield "gpu/utilization", sum(known) / len(known)
+
+
+def _time_of(event: Event) -> float:
+    return event.time if event.at is None else event.at
+
+
+def _numbers(values: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    """Yields the values that are numbers. The ledger has text for those that JSON cannot express."""
+    for name, value in values.items():
+        if value in _NONFINITE:
+            yield name, float(value)
+        elif isinstance(value, int | float):
+            yield name, value

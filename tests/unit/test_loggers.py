@@ -1,0 +1,195 @@
+"""Loggers get each step once, in order, whatever fails: the driver, the logger, or the ledger's storage."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import elastic_ddp as ed
+from elastic_ddp.errors import ConfigError, StorageError
+from elastic_ddp.loggers import delivery, run_loggers
+from elastic_ddp.loggers.run_loggers import open_loggers
+from elastic_ddp.telemetry.events import SessionStarted
+from elastic_ddp.telemetry.step_values import StepValues
+from tests.unit.logged_runs import LAST, Keeper, driver, newest_commit, session_events, step_events, until
+
+ALL = list(range(1, LAST + 1))
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(delivery, "RETRY_S", 0.01)
+    monkeypatch.setattr(run_loggers, "_POLL_S", 0.01)
+
+
+def test_each_step_is_logged_once_if_the_driver_dies_at_any_event(tmp_path: Path) -> None:
+    events = session_events()
+    expected = None
+    for number in range(len(events), 0, -1):
+        folder = tmp_path / f"run{number}"
+        before, steps = events[:number], StepValues()
+        logged = sum(steps.add(event) is not None for event in before)
+        has_time, has_none = Keeper(), Keeper()
+        with driver(folder, "1", has_time) as first:
+            first.record(*before)
+            until(lambda keeper=has_time, logged=logged: len(keeper.kept) == logged)
+        after = session_events(newest_commit(before))
+        loggers = [Keeper(has_time.kept), has_none]
+        with driver(folder, "2", *loggers) as second:
+            second.record(*after)
+            second.loggers.finish("finished")
+        for keeper in loggers:
+            assert keeper.steps == ALL and keeper.status == "finished", number
+            expected = expected or keeper.kept
+            for (_, values), (_, others) in zip(keeper.kept, expected, strict=True):
+                names = ("loss", "grad_norm", "accuracy", "samples")
+                assert [values.get(name) for name in names] == [others.get(name) for name in names], number
+        assert has_none.runs[0].session_number == 2 and has_none.runs[0].id == has_time.runs[0].id
+
+
+class Failing(Keeper):
+    """Fails once at each step, before or after it has stored the step, and at the first two starts."""
+
+    def __init__(self, *, after: bool) -> None:
+        super().__init__()
+        self.failed: set[int] = set()
+        self.after = after
+
+    def start(self, run: ed.LoggedRun) -> int | None:
+        newest = super().start(run)
+        if len(self.runs) < 3:
+            raise ConnectionError("the server is away")
+        return newest
+
+    def log(self, step: int, values: Mapping[str, float], time: float) -> None:
+        if step not in self.failed:
+            self.failed.add(step)
+            if self.after:
+                super().log(step, values, time)
+            raise SystemExit("gone")
+        super().log(step, values, time)
+
+
+@pytest.mark.parametrize("after", [False, True])
+def test_a_logger_that_fails_gets_what_it_lacks_and_one_line_says_so(tmp_path: Path, after: bool) -> None:
+    failing, healthy = Failing(after=after), Keeper()
+    with driver(tmp_path, "1", failing, healthy) as this:
+        this.record(*session_events())
+        this.loggers.finish("finished")
+    assert failing.steps == healthy.steps == ALL
+    assert this.notes[0] == (
+        "logger Failing0 failed, and training continues: ConnectionError: the server is away. The driver retries it, "
+        "and then sends the steps that it lacks"
+    )
+    assert this.notes[1:2] in ([], ["logger Failing0 works again"])
+
+
+class Stuck(Keeper):
+    """Blocks in `log` until it is released."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.entered, self.released = threading.Event(), threading.Event()
+
+    def log(self, step: int, values: Mapping[str, float], time: float) -> None:
+        self.entered.set()
+        assert self.released.wait(20.0)
+        super().log(step, values, time)
+
+
+def test_a_slow_logger_does_not_hold_up_the_driver_and_catches_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(delivery, "MAX_BACKLOG", 3)
+    slow, quick = Stuck(), Keeper()
+    with driver(tmp_path, "1", slow, quick) as this:
+        this.record(SessionStarted(), *step_events(1), *step_events(2))
+        assert slow.entered.wait(20.0)
+        for step in range(3, 40):
+            this.record(*step_events(step))
+        slow.released.set()
+        until(lambda: slow.steps == quick.steps == list(range(1, 39)))
+    assert this.notes == []
+
+
+def test_the_end_waits_for_a_stuck_logger_for_a_bounded_time_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_loggers, "FINISH_TIMEOUT_S", 0.2)
+    stuck, healthy = Stuck(), Keeper()
+    with driver(tmp_path, "1", stuck, healthy) as this:
+        this.record(*session_events())
+        begun = time.monotonic()
+        this.loggers.finish("finished", lambda: False)
+        assert time.monotonic() - begun < 10.0
+    assert healthy.steps == ALL
+    assert this.notes == [
+        "logger Stuck0 did not finish within 0.2 s and has no step. The same command gives it the others"
+    ]
+    stuck.released.set()
+
+
+def test_a_driver_that_was_replaced_logs_nothing_more(tmp_path: Path) -> None:
+    stuck = Stuck()
+    with driver(tmp_path, "1", stuck) as this:
+        this.record(*session_events())
+        assert stuck.entered.wait(20.0)
+        this.replaced.set()
+        stuck.released.set()
+        this.loggers.finish("finished")
+    assert stuck.steps == [1]
+
+
+def test_steps_reach_loggers_only_after_the_ledger_has_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    keeper = Keeper()
+    with driver(tmp_path, "1", keeper) as this:
+        this.record(SessionStarted(), *step_events(1))
+        write, failing = this.storage.write, [True]
+
+        def fail(key: str, data: bytes) -> None:
+            if failing:
+                raise StorageError("no space")
+            write(key, data)
+
+        monkeypatch.setattr(this.storage, "write", fail)
+        this.record(*step_events(2))
+        this.record(*step_events(3))
+        assert keeper.steps == []
+        failing.clear()
+        this.record(*step_events(4))
+        until(lambda: keeper.steps == [1, 2, 3])
+
+
+@pytest.mark.parametrize(
+    ("loggers", "problem"),
+    [
+        ([Keeper], r"loggers\[0\]=<class .*Keeper'> is no logger. Give objects"),
+        (["wandb"], r"loggers\[0\]='wandb' is no logger.*names such as 'wandb' belong into the setting loggers"),
+    ],
+)
+def test_an_object_that_is_no_logger_is_refused(loggers: list[Any], problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        open_loggers([], loggers)
+
+
+def test_a_logger_whose_package_is_missing_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_loggers, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"loggers='tensorboard' needs a package .*: pip install tensorboardX"):
+        open_loggers(["tensorboard"], [])
+
+
+def test_an_unknown_logger_is_refused_with_the_known_ones() -> None:
+    settings: dict[str, Any] = {
+        "name": "a",
+        "storage": "/tmp",
+        "steps": 1,
+        "global_batch_size": 1,
+        "micro_batch_size": 1,
+    }
+    with pytest.raises(ConfigError, match=r"loggers\.0='tensorbord': input should be 'tensorboard'"):
+        ed.RunConfig(**settings, loggers=["tensorbord"])

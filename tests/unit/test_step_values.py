@@ -1,0 +1,88 @@
+"""The record of each step that loggers get, from made-up ledgers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+from elastic_ddp.telemetry.event import Event
+from elastic_ddp.telemetry.events import (
+    CommitSucceeded,
+    EvaluationFinished,
+    RunFinished,
+    SessionStarted,
+    StepsCompleted,
+)
+from elastic_ddp.telemetry.step_values import LoggedStep, StepValues
+from tests.unit.ledger_events import ledger_event
+from tests.unit.logged_runs import LAST, session_events
+
+
+def records(events: Iterable[Event]) -> list[LoggedStep]:
+    steps = StepValues()
+    return [record for event in events if (record := steps.add(event)) is not None]
+
+
+def loss(step: int, value: float = 0.5) -> Event:
+    return StepsCompleted(generation=1, step=step, loss=value)
+
+
+def accuracy(step: int, value: float) -> Event:
+    return EvaluationFinished(generation=1, step=step, name="accuracy", loss=value)
+
+
+END = RunFinished(status="finished")
+
+
+def test_a_step_has_all_its_values_in_one_record() -> None:
+    found = records(session_events())
+    assert [record.step for record in found] == list(range(1, LAST + 1))
+    assert found[3].time == 104.0
+    assert found[3].values == {
+        "loss": 0.25,
+        "epoch": 0,
+        "samples": 32,
+        "samples_per_s": 8.0,
+        "world_size": 2,
+        "grad_norm": 5.0,
+        "accuracy": 0.4,
+        "phases/forward_s": 0.5,
+        "phases/slowest_rank_s": 0.2,
+        "commit/seconds": 0.25,
+        "commit/bytes": 1000,
+    }
+    assert "samples_per_s" not in found[0].values and "accuracy" not in found[4].values
+
+
+def test_an_evaluation_between_two_logged_steps_has_a_record_of_its_own() -> None:
+    found = records([loss(10), accuracy(15, 0.7), loss(20), END])
+    assert [(record.step, record.values) for record in found] == [
+        (10, {"loss": 0.5}),
+        (15, {"accuracy": 0.7}),
+        (20, {"loss": 0.5}),
+    ]
+
+
+def test_an_evaluation_that_the_driver_did_not_live_to_see_joins_the_repeated_step() -> None:
+    found = records([loss(1), loss(2), SessionStarted(), loss(2), accuracy(2, 0.9), loss(3), END])
+    assert [(record.step, record.values.get("accuracy")) for record in found] == [(1, None), (2, 0.9), (3, None)]
+
+
+def test_an_evaluation_after_a_stop_counts_for_the_next_step_and_once() -> None:
+    stopped = [loss(1), RunFinished(status="stopped"), SessionStarted(), accuracy(1, 0.9), loss(2)]
+    again = [SessionStarted(), loss(1), accuracy(1, 0.9), loss(2), loss(3), END]
+    found = records([*stopped, *again])
+    assert [(record.step, record.values.get("accuracy")) for record in found] == [(1, None), (2, 0.9), (3, None)]
+
+
+def test_a_commit_belongs_to_the_newest_step_when_it_is_complete() -> None:
+    commit = CommitSucceeded(generation=1, step=1, seconds=2.0, num_bytes=None)
+    found = records([loss(1), loss(2), commit, loss(3), END])
+    assert [record.values.get("commit/seconds") for record in found] == [None, 2.0, None]
+    assert "commit/bytes" not in found[1].values
+
+
+def test_numbers_that_json_has_not_come_back_as_numbers() -> None:
+    event = ledger_event("steps", step=1, loss="NaN", metrics={"scale": "Infinity", "note": "text"})
+    (record,) = records([event, END])
+    assert math.isnan(record.values["loss"]) and record.values["scale"] == math.inf and "note" not in record.values
