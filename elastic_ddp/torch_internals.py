@@ -162,6 +162,38 @@ def inner_scheduler_states(state: Mapping[str, Any]) -> Sequence[Any]:
     return state.get("_schedulers", ())
 
 
+def is_profiling() -> bool:
+    """Returns whether a `torch.profiler` is active in this process: `torch.autograd.profiler._is_profiler_enabled`."""
+    return torch.autograd.profiler._is_profiler_enabled
+
+
+def call_after_gradients(loss: torch.Tensor, function: Callable[[], object]) -> None:
+    """Makes the backward of a loss call a function when all gradients of this rank are computed.
+
+    `Engine.queue_callback` runs callbacks at the end of the backward, in the order in which they were queued. This one
+    is queued first. DDP and FSDP queue theirs, which wait for the reduction, during the backward.
+    """
+
+    def queue(_: torch.Tensor) -> None:
+        torch.autograd.Variable._execution_engine.queue_callback(lambda: (function(), None)[1])
+
+    if loss.requires_grad:
+        loss.register_hook(queue)
+
+
+def wrap_waits(unit: torch.nn.Module, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Wraps the methods in which a unit of FSDP waits for other ranks, or makes the current stream wait.
+
+    With gloo, `unshard` gathers the parameters and `post_backward` reduces the gradients. On a GPU, both run on other
+    streams, and `wait_for_unshard` waits. Torch 2.11 may have one group of parameters for each unit.
+    """
+    state = unit._get_fsdp_state()  # type: ignore[operator]
+    one = getattr(state, "_fsdp_param_group", None)
+    for group in getattr(state, "_fsdp_param_groups", [one] if one is not None else []):
+        for name in ("unshard", "wait_for_unshard", "post_backward"):
+            setattr(group, name, wrap(getattr(group, name)))
+
+
 def restart_group_numbers() -> None:
     """Makes the next process group of this process number 0, the number under which its ranks meet in the store.
 

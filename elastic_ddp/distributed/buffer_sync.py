@@ -186,7 +186,7 @@ class StepBuffers:
                 buffer.copy_(start)
         self._versions = self._count_changes()
 
-    def combine(self, *, ranges: list[range], num_leaves: int, divisor: float, group: ProcessGroup) -> None:
+    def combine(self, ranges: list[range], num_leaves: int, divisor: float, group: ProcessGroup) -> None:
         """Sets the buffers to their values at the end of the step.
 
         Collective: all ranks call it if the buffers of any rank changed. The arguments are as in `CanonicalReduction`.

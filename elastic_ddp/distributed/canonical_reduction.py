@@ -32,7 +32,7 @@ import torch.distributed as dist
 from elastic_ddp import torch_internals
 from elastic_ddp.distributed.process_group import ProcessGroup, all_gather_single
 from elastic_ddp.distributed.reduction_tree import Node, fold_in, fold_to_root, maximal_subtrees
-from elastic_ddp.distributed.strategy import own_backward_error
+from elastic_ddp.distributed.strategy import ignore, own_backward_error
 
 _MOVED = torch.empty(0)
 """Stands in a subtree's sum for a gradient that was moved into its bucket."""
@@ -53,6 +53,7 @@ class CanonicalReduction:
         group: ProcessGroup,
         *,
         may_be_unused: bool = False,
+        enter_phase: Callable[[str], str] = ignore,
     ) -> None:
         self._parameters = list(parameters)
         self._position = {id(parameter): position for position, parameter in enumerate(self._parameters)}
@@ -68,6 +69,8 @@ class CanonicalReduction:
         self._is_zero = False
         self._used: set[int] = set()  # positions of the parameters that a folded micro-batch used
         self._may_be_unused = may_be_unused
+        # On a stream of its own, waiting does not hold up the backward.
+        self._enter_phase = enter_phase if self._stream is None else ignore
         self._means: list[tuple[list[torch.Tensor], torch.Tensor]] = []  # of each bucket, if parameters may be unused
 
     def begin(self, *, num_leaves: int, divisor: float) -> None:
@@ -207,7 +210,9 @@ class CanonicalReduction:
 
         def reduce_and_gather() -> None:
             with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
+                before = self._enter_phase("communication")
                 exchange.wait()
+                self._enter_phase(before)
                 if self._stream is not None:
                     # After `wait`, the exchange no longer keeps its tensors. Their memory is from the stream of the
                     # backward, which has not waited. So it is not reused until this stream is past its work so far.

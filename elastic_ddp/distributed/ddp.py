@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from elastic_ddp.distributed.canonical_reduction import CanonicalReduction
 from elastic_ddp.distributed.comm_hooks import register_comm_hook
 from elastic_ddp.distributed.prepared_model import PreparedModel
 from elastic_ddp.distributed.process_group import ProcessGroup
-from elastic_ddp.distributed.strategy import Strategy, snapshot, unused_parameters_error
+from elastic_ddp.distributed.strategy import Strategy, ignore, snapshot, unused_parameters_error
 from elastic_ddp.errors import ConfigError
 
 
@@ -34,15 +35,20 @@ class _DirectCall(torch.nn.Module):
 class DDPStrategy(Strategy):
     """Builds a DDP replica in each generation, for the first micro-batch whose backward reduces."""
 
-    def __init__(self, model: PreparedModel, config: RunConfig, group: ProcessGroup) -> None:
-        super().__init__(model, config, group)
+    def __init__(
+        self,
+        model: PreparedModel,
+        config: RunConfig,
+        group: ProcessGroup,
+        enter_phase: Callable[[str], str] = ignore,
+    ) -> None:
+        super().__init__(model, config, group, enter_phase)
         self._options = config.ddp
         self._replica: DistributedDataParallel | None = None
         self._reduction: CanonicalReduction | None = None
         if config.reduction == "canonical":
-            self._reduction = CanonicalReduction(
-                list(self._trained.values()), self.ranges, group, may_be_unused=config.ddp.find_unused_parameters
-            )
+            options: dict[str, Any] = {"may_be_unused": config.ddp.find_unused_parameters, "enter_phase": enter_phase}
+            self._reduction = CanonicalReduction(list(self._trained.values()), self.ranges, group, **options)
 
     def _build_replica(self) -> DistributedDataParallel:
         with warnings.catch_warnings():
@@ -102,7 +108,8 @@ class DDPStrategy(Strategy):
                 # Zero gradients, whatever the model computes from padding: 0 * inf would be NaN on every rank.
                 loss = sum((parameter.reshape(-1)[:1].sum() for parameter in self._trained.values()), loss.detach())
             # DDP divides by the world size.
-            (loss * (factor * self._group.world_size / (self.divisor if weight is None else 1.0))).backward()
+            loss = loss * (factor * self._group.world_size / (self.divisor if weight is None else 1.0))
+            self._run_backward(loss, is_last=last)
             self._check_used(before)
             return
         loss = loss if factor == 1.0 else loss * factor
@@ -112,10 +119,12 @@ class DDPStrategy(Strategy):
             return
         has_rows = bool(self._rows[micro_batch])
         self._reduction.expect(micro_batch if has_rows else None, divides=weight is None, is_zero=not factor)
-        loss.backward()
+        self._run_backward(loss, is_last=last)
         self._check_used(before)
         if self._options.find_unused_parameters:
+            self._enter_phase("communication")
             self._reduction.drop_unused_gradients()
+            self._enter_phase("backward")
 
     def gradient_norm(self) -> torch.Tensor:
         # DDP moves gradients to other places after the first step of a generation.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 import numpy as np
@@ -25,7 +25,7 @@ from elastic_ddp.distributed.fsdp_units import ParameterLocation, check_shardabl
 from elastic_ddp.distributed.parameter_guard import changed_parameters_error
 from elastic_ddp.distributed.prepared_model import PreparedModel
 from elastic_ddp.distributed.process_group import ProcessGroup
-from elastic_ddp.distributed.strategy import Strategy, unused_parameters_error
+from elastic_ddp.distributed.strategy import Strategy, ignore, unused_parameters_error
 from elastic_ddp.tensors.state_tree import Layout
 
 BATCH_NORMS = (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d, torch.nn.SyncBatchNorm)
@@ -44,8 +44,14 @@ class FSDPStrategy(Strategy):
 
     replicates_state = False
 
-    def __init__(self, model: PreparedModel, config: RunConfig, group: ProcessGroup) -> None:
-        super().__init__(model, config, group)
+    def __init__(
+        self,
+        model: PreparedModel,
+        config: RunConfig,
+        group: ProcessGroup,
+        enter_phase: Callable[[str], str] = ignore,
+    ) -> None:
+        super().__init__(model, config, group, enter_phase)
         self._gathered: dict[str, torch.nn.Parameter] = {}  # the trained ones as the autograd graph contains them
         self._versions: dict[str, tuple[torch.Tensor, int]] = {}  # of all gathered ones, before the forward
         self._mesh: DeviceMesh | None = None
@@ -81,11 +87,23 @@ class FSDPStrategy(Strategy):
             fully_shard(unit, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
             own = [location for location in locations if location.unit is unit]
             unit.register_forward_pre_hook(partial(self._record_gathered, own))
+            torch_internals.wrap_waits(unit, self._as_communication)
         self._trained = self._find_trained()
         # The user created the optimizers with the parameters that the shards replaced.
         sharded = dict(module.named_parameters())
         for optimizer in optimizers:
             _replace_parameters(optimizer, lambda parameter: sharded[names[id(parameter)]])
+
+    def _as_communication(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(method)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            before = self._enter_phase("communication")
+            try:
+                return method(*args, **kwargs)
+            finally:
+                self._enter_phase(before)
+
+        return call
 
     def _record_gathered(self, own: Sequence[ParameterLocation], unit: torch.nn.Module, inputs: Any) -> None:
         """A forward hook that records a unit's parameters after torch gathered them."""
@@ -153,7 +171,7 @@ class FSDPStrategy(Strategy):
         module.set_requires_gradient_sync(is_last)
         module.set_is_last_backward(is_last)
         module.set_reshard_after_backward(is_last)
-        loss.backward()
+        self._run_backward(loss, is_last=is_last)
         # `_check_used` cannot see into reentrant checkpoints.
         if is_last and (unused := [name for name, parameter in self._trained.items() if parameter.grad is None]):
             raise unused_parameters_error(unused, _USE_IN_ALL)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -37,6 +37,11 @@ def own_backward_error(names: Sequence[str] = ()) -> ConfigError:
     )
 
 
+def ignore(phase: str) -> str:
+    """What `enter_phase` is if phases are not measured."""
+    return phase
+
+
 def snapshot(gradient: torch.Tensor | None) -> tuple[int, int] | None:
     """Returns a value that differs after the gradient was accumulated into."""
     return None if gradient is None else (id(gradient), torch_internals.version(gradient))
@@ -49,6 +54,9 @@ class Strategy(ABC):
     each micro-batch `prepare_forward` and `backward`. After the last one, parameters (or this rank's shards of them)
     hold the mean gradient of the global batch.
 
+    It calls `enter_phase("communication")` when this rank waits for others, and `enter_phase` with the phase that this
+    returned when it goes on.
+
     Attributes:
         parameters: the model's parameters by name, as the step began.
     """
@@ -56,7 +64,14 @@ class Strategy(ABC):
     replicates_state = True
     """Whether every rank holds the full state, which then outlives the generation."""
 
-    def __init__(self, model: PreparedModel, config: RunConfig, group: ProcessGroup) -> None:
+    def __init__(
+        self,
+        model: PreparedModel,
+        config: RunConfig,
+        group: ProcessGroup,
+        enter_phase: Callable[[str], str] = ignore,
+    ) -> None:
+        self._enter_phase = enter_phase
         self.ranges = micro_batch_ranges(config.num_micro_batches, group.world_size)
         self.micro_batches = processing_order(self.ranges[group.rank])
         """This rank's micro-batches, in the order in which it computes them."""
@@ -139,6 +154,13 @@ class Strategy(ABC):
         Raises:
             ConfigError: some trained parameter would get no gradient.
         """
+
+    def _run_backward(self, loss: torch.Tensor, *, is_last: bool) -> None:
+        """Calls `loss.backward()`. In the last one of a step, what follows the own gradients is communication."""
+        if is_last:
+            torch_internals.call_after_gradients(loss, lambda: self._enter_phase("communication"))
+        loss.backward()
+        self._enter_phase("backward")
 
     def dummy_backward(self, loss: torch.Tensor) -> None:
         """Runs the backward of a dummy forward, before those of micro-batches."""

@@ -60,6 +60,9 @@ def _none() -> None:
     return None
 
 
+def _ignore(place: Place) -> None: ...
+
+
 class Activity:
     """What a worker's training thread is doing. That thread updates it; any thread may read it, without a lock."""
 
@@ -70,6 +73,8 @@ class Activity:
         self._section, self._num_before = Section(), 0
         self._count: Callable[[], int | None] = _none
         self._where, self._has_failed = "", False
+        self.on_enter: Callable[[Place], None] = _ignore
+        """Called with each place that is entered, in the training thread."""
 
     @property
     def now(self) -> ActivityReport:
@@ -132,6 +137,7 @@ class Activity:
         """Enters a place. `worked_s` returns how long the awaited operation has been active; any thread may call it."""
         self._report, self._worked_s = ActivityReport(self._report.number + 1, place), worked_s
         self._progressed_at = self._clock()
+        self.on_enter(place)
 
     def tick(self) -> None:
         """Reports progress in the current place."""

@@ -146,11 +146,20 @@ class PhasesMeasured(TrainingEvent, event="phases"):
     num_steps: int
     """Number of steps measured."""
     phases: Mapping[str, float] = field(default_factory=dict)
-    """Seconds of each phase in one step, averaged over steps and ranks. Together they are the duration of a step."""
+    """Seconds of each phase in one step, averaged over steps and ranks. Together they are the duration of a step. The
+    phases are `data` (waiting for the next micro-batch), `forward`, `backward`, `communication` (as far as the backward
+    does not hide it; waiting for a slow rank counts here), `optimizer`, and `other`."""
     work_s: list[float] = field(default_factory=list)
-    """Seconds of one step that a rank did not spend on communication: those differ if a rank is slow."""
+    """Seconds of one step that a rank did not spend on communication or waiting for a commit."""
+    micro_batches: list[int] = field(default_factory=list)
+    """Number of a rank's micro-batches in each step."""
+    slowest_rank: int | None = None
+    """The rank with the most work for each of its micro-batches."""
+    slowest: Mapping[str, float] = field(default_factory=dict)
+    """As `phases`, of that rank alone."""
     memory_bytes: list[int] | None = None
-    """Most GPU memory that tensors of a rank used in these steps; null on CPUs."""
+    """Peak of the GPU memory that torch allocated on a rank since its process started
+    (`torch.cuda.max_memory_allocated`); null on CPUs."""
     utilization: list[float | None] | None = None
     """Share of the time in which a rank's GPU was busy, from 0 to 1, as NVML has it; null without NVML."""
 

@@ -12,6 +12,7 @@ from elastic_ddp.data.feed import MicroBatchFeed
 from elastic_ddp.data.feed_cache import FeedCache
 from elastic_ddp.data.order import FeedPlan
 from elastic_ddp.distributed.buffer_sync import StepBuffers
+from elastic_ddp.distributed.host_number import to_host
 from elastic_ddp.distributed.parameter_guard import ParameterGuard
 from elastic_ddp.distributed.process_group import Assignment, ProcessGroup
 from elastic_ddp.distributed.reduction_tree import micro_batch_ranges, processing_order
@@ -23,6 +24,7 @@ from elastic_ddp.telemetry.events import HyperparametersDiffer
 from elastic_ddp.tensors.state_tree import Layout
 from elastic_ddp.worker.loss_weight import unit_of
 from elastic_ddp.worker.nonfinite import Policy
+from elastic_ddp.worker.phase_clock import PhaseClock
 from elastic_ddp.worker.train_state import TrainState
 
 if TYPE_CHECKING:
@@ -81,6 +83,7 @@ class GenerationInputs:
     store: StoreConnection
     feeds: FeedCache
     activity: Activity
+    phases: PhaseClock
     restore: Callable[[ProcessGroup, Callable[[], Layout | None]], dict[str, Any] | None]
     """See `Checkpointer.restore`. Called if no rank holds a state."""
     record: Callable[[Event], None]
@@ -102,6 +105,7 @@ class Generation:
     seed: int
     clip_grad_norm: float | None
     activity: Activity
+    phases: PhaseClock = field(default_factory=PhaseClock)
     on_nonfinite: Policy = "stop"
     weight_unit: float | None = None
     """Set by the first call of `unit_of_weights`."""
@@ -145,7 +149,7 @@ class Generation:
             feed = open_feed(step) if step is not None else None
             check_same_model(state.module, group)
             assert state.model is not None
-            strategy = strategy_of(job.config)(state.model, job.config, group)
+            strategy = strategy_of(job.config)(state.model, job.config, group, inputs.phases.enter)
             on_error.callback(strategy.close)
             share_state(inputs, group, strategy)
             generation = cls(
@@ -158,6 +162,7 @@ class Generation:
                 seed=job.config.seed,
                 clip_grad_norm=job.config.clip_grad_norm,
                 activity=inputs.activity,
+                phases=inputs.phases,
                 on_nonfinite=job.config.on_nonfinite,
             )
             on_error.pop_all()
@@ -185,6 +190,24 @@ class Generation:
             else:
                 self.weight_unit = 1.0
         return self.weight_unit
+
+    def clip_gradients(self, log: Callable[..., None]) -> torch.Tensor | None:
+        """Clips the gradients. Returns their norm before, as `to_host` does, or None if nothing needs it.
+
+        Collective with FSDP. Passes the norm to `log` as `grad_norm` if it clips.
+        """
+        self.phases.enter("optimizer")  # the activity stays in a place of waiting, because of FSDP
+        ignores = self.on_nonfinite == "ignore"
+        if self.clip_grad_norm is None and ignores and self.state.loss_scale is None:
+            return None
+        norm = self.strategy.gradient_norm()
+        norm_on_host = to_host(norm)  # before the clipping, which the device does while the host launches the optimizer
+        if self.clip_grad_norm is not None:
+            log(grad_norm=norm)
+            # Multiplied by a norm that is NaN, all gradients would be, and the error could not name those that were.
+            finite = norm if ignores else norm.nan_to_num(0.0, posinf=0.0)
+            self.strategy.clip_gradients(self.clip_grad_norm, finite)
+        return norm_on_host
 
     def abort(self) -> None:
         """Ends every wait of this rank, and of its peers for it. Any thread may call it."""

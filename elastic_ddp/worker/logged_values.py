@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from elastic_ddp.distributed.process_group import ProcessGroup
 
 
+_Json = dict[str, Any]
+
+
 class Means(dict[str, float]):
     """Values by name. A name without a value is NaN, as `step.loss` is before `optimize`."""
 
@@ -39,8 +42,10 @@ class LoggedValues:
             number = value.detach() if isinstance(value, torch.Tensor) else value
             self._values.setdefault(name, {})[micro_batch] = number
 
-    def gather(self, group: ProcessGroup, rows: np.ndarray, ranges: Sequence[range]) -> None:
+    def gather(self, group: ProcessGroup, rows: np.ndarray, ranges: Sequence[range], phases: _Json) -> list[_Json]:
         """Averages the values of all ranks over the rows of the global batch. Collective.
+
+        It also sends the `phases` that this rank measured, and returns those of all ranks.
 
         `rows` has the rows of each micro-batch, shape (M,), and `ranges` the micro-batches of each rank. A value that
         was logged outside of micro-batches counts for all rows of its rank. Synchronizes with the device.
@@ -48,8 +53,10 @@ class LoggedValues:
         own = {name: {str(m): float(value) for m, value in values.items()} for name, values in self._values.items()}
         merged: dict[str, dict[str, float]] = {}
         outside: dict[str, list[tuple[float, int]]] = {}
-        for part, owned in zip(group.all_gather_bytes(json.dumps(own).encode()), ranges, strict=True):
-            for name, values in json.loads(part).items():
+        sent = json.dumps({"values": own, "phases": phases})
+        parts = [json.loads(part) for part in group.all_gather_bytes(sent.encode())]
+        for part, owned in zip(parts, ranges, strict=True):
+            for name, values in part["values"].items():
                 if (value := values.pop("None", None)) is not None:
                     outside.setdefault(name, []).append((value, int(rows[list(owned)].sum())))
                 merged.setdefault(name, {}).update(values)
@@ -59,6 +66,7 @@ class LoggedValues:
         self._gathered = {name: _mean(values) for name, values in (by_micro_batch | outside).items()}
         for values in self._values.values():
             values.pop(None, None)
+        return [part["phases"] for part in parts]
 
     @property
     def means(self) -> Means:

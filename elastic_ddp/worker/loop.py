@@ -20,6 +20,7 @@ from elastic_ddp.telemetry.events import (
     StepSkipped,
     Warned,
 )
+from elastic_ddp.telemetry.phases import combine
 from elastic_ddp.worker.checkpointing import Checkpointer
 from elastic_ddp.worker.collective_tasks import TasksDifferError
 from elastic_ddp.worker.evaluated_values import Unmeasured
@@ -187,6 +188,7 @@ class Loop:
         """Rank 0 reports the step to the rendezvous and the ledger. Returns the logged metrics, if they are due."""
         account, generation, position = self.membership.account, step.generation, self.state.position
         first_step_s = account.step_done()
+        generation.phases.step_done(position.step)
         progress: dict[str, Any] = {
             "step": position.step,
             "epoch": step.epoch,
@@ -209,6 +211,9 @@ class Loop:
         if self.rank == 0:
             number, seconds = generation.number, account.seconds()
             self.client.record(StepsCompleted(generation=number, **progress, metrics=metrics, account=seconds))
+            counts = [len(owned) for owned in generation.strategy.ranges]
+            if (measured := combine(step.phases, generation=number, micro_batches=counts)) is not None:
+                self.client.record(measured)
         return metrics
 
     def measure(self, given_name: str | None, figure: Callable[[Generation], Any]) -> Any:
@@ -221,14 +226,19 @@ class Loop:
             raise ConfigError("run.evaluate was called before run.steps(). Call it inside the loop or after it.")
         if self.rank == 0:
             self.client.record(EvaluationStarted(generation=membership.generation.number, name=name))
+
+        def evaluate(generation: Generation) -> Any:
+            with self.client.activity.within("evaluation"):
+                return figure(generation)
+
         if step is not None and step.in_progress:  # after a failure, it is repeated with the step
             with step.capture_first_error(), self.client.activity.section(f"{what} in step {step.index}"):
-                value = figure(membership.generation)
+                value = evaluate(membership.generation)
         else:
             if step is not None and step.failure is not None and step.generation is membership.generation:
                 membership.peer_failed(step.failure, in_step=True)
             try:
-                value = membership.run_collective(name, figure, what)
+                value = membership.run_collective(name, evaluate, what)
             except TasksDifferError:
                 return Unmeasured()
         steps_done, generation = self.state.position.step, membership.generation

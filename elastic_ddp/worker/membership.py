@@ -22,6 +22,7 @@ from elastic_ddp.telemetry.event import PEER_FAILED, RESUMED, RUN_ENDED, STARTED
 from elastic_ddp.telemetry.events import GenerationEnded, GenerationStarted
 from elastic_ddp.worker.collective_tasks import CollectiveTasks
 from elastic_ddp.worker.generation import Generation, GenerationInputs, feeds_of, micro_batches_of, strategy_of
+from elastic_ddp.worker.phase_clock import PhaseClock
 from elastic_ddp.worker.warmup_step import WarmupStep
 
 if TYPE_CHECKING:
@@ -91,6 +92,7 @@ class WorkerMembership:
         holds_state: whether this worker has been in a generation, so that its state counts.
         tasks: the collective tasks outside of steps.
         failures: failures of steps and of these tasks.
+        phases: measures the phases of steps.
     """
 
     def __init__(
@@ -99,6 +101,8 @@ class WorkerMembership:
         self.generation: Generation | None = None
         self.account = Account(idle_s=lambda: client.activity.idle_s)
         self.activity = client.activity
+        self.phases = PhaseClock(device)
+        self.activity.on_enter = self.phases.follow
         self.holds_state = False
         self.tasks, self.failures = CollectiveTasks(), ConsecutiveFailures()
         self._job, self._client, self._state, self._checkpointer = job, client, state, checkpointer
@@ -110,6 +114,7 @@ class WorkerMembership:
             store=self._store,
             feeds=self._feeds,
             activity=client.activity,
+            phases=self.phases,
             restore=checkpointer.restore,
             record=client.record,
             on_forming=lambda group: client.on_failure(group.abort),
@@ -192,6 +197,7 @@ class WorkerMembership:
         self._client.on_failure(generation.abort)
         self.account.ready()
         self.activity.enter("between steps")
+        self.phases.begin(self._state.position.step)
         self._checkpointer.schedule.generation_formed(assignment.num_nodes)
         self.activity.begin_generation(assignment.generation, generation.group.num_collectives)
         was_rank_0, self._was_rank_0 = self._was_rank_0, assignment.rank == 0
@@ -317,6 +323,7 @@ class WorkerMembership:
                 self._failure, intact, reason = format_exception(error), False, PEER_FAILED
                 self.account.record_detection()
         self.account.end()
+        self.phases.end()
         self.activity.end_generation()
         generation, self.generation = self.generation, None
         if generation is not None:

@@ -69,8 +69,7 @@ class Step:
         self._votes = votes
         self._records: dict[int, MicroBatchRecord] = {}
         self._logged, self._is_logged = LoggedValues(), is_logged
-        self._gather = RowGather()
-        self._gathered: dict[str, torch.Tensor] = {}
+        self._gather, self._gathered = RowGather(), dict[str, torch.Tensor]()
         self._current: int | None = None
         self._is_dummy = False  # whether the current forward and backward are only for other ranks' collectives
         self._is_in_block = False
@@ -81,6 +80,7 @@ class Step:
         self.epoch, self.loss = epoch, math.nan
         self.agreed: Agreement | None = None  # set when the step is done
         self.skip_reason: str | None = None
+        self.phases: list[dict[str, Any]] = []  # what all ranks measured since the last logged step
         self.failure: str | None = None  # how a worker failed in this step, which is then repeated
 
     def __enter__(self) -> Step:
@@ -227,6 +227,8 @@ class Step:
             self._control.votes = {**self._votes(), "buffers_changed": generation.buffers.changed, "gathered": gathered}
             with_rows = {index: record for index, record in self._records.items() if record.num_rows}
             self._control.start(with_rows, generation.group.world_size)
+            if weight is not None:
+                self._activity.enter("collective")
             total_weight = None if weight is None else self._control.wait().total_weight
             if (divisor := scale * ((total_weight or unit) / unit)) != 1.0:
                 generation.strategy.divide_gradients(divisor)
@@ -324,17 +326,16 @@ class Step:
         for _ in self._feed:  # a loop that ended early leaves padding, which must not enter the next step
             pass
         # All collectives of the step come before the first change: a failure in them leaves the state intact.
-        self._activity.enter("reduction")
+        self._activity.enter("collective")
         agreed = self._control.wait()
         rows, signatures = self._control.rows, agreed.votes["gathered"]
         self._gathered = self._gather.exchange(signatures, rows, strategy.ranges, generation.group)
         if agreed.votes["buffers_changed"]:
-            ranges, num_leaves, divisor = strategy.ranges, strategy.num_leaves, strategy.divisor
-            generation.buffers.combine(ranges=ranges, num_leaves=num_leaves, divisor=divisor, group=generation.group)
-        norm = self._clip_gradients()
+            generation.buffers.combine(strategy.ranges, strategy.num_leaves, strategy.divisor, generation.group)
+        norm = generation.clip_gradients(self.log)
+        self._activity.enter("collective")
         if self._is_logged:
-            with self._activity.within("collective"):
-                self._logged.gather(generation.group, rows, strategy.ranges)
+            self.phases = self._logged.gather(generation.group, rows, strategy.ranges, generation.phases.take())
         total_norm = generation.group.synchronize(norm)  # the only wait for the end of the backward
         self._activity.enter("optimizer")
         self._update(agreed, total_norm)
@@ -343,20 +344,6 @@ class Step:
         self.agreed = agreed
         self._activity.enter("between steps")
         self._activity.begin(f"the code after step {self.index}", is_users=True)
-
-    def _clip_gradients(self) -> torch.Tensor | None:
-        """Clips the gradients. Returns their norm before, as `to_host` does, or None if nothing needs it."""
-        strategy, max_norm = self.generation.strategy, self.generation.clip_grad_norm
-        ignores = self.generation.on_nonfinite == "ignore"
-        if max_norm is None and ignores and self._state.loss_scale is None:
-            return None
-        norm = strategy.gradient_norm()
-        norm_on_host = to_host(norm)  # before the clipping, which the device does while the host launches the optimizer
-        if max_norm is not None:
-            self.log(grad_norm=norm)
-            # Multiplied by a norm that is NaN, all gradients would be, and the error could not name those that were.
-            strategy.clip_gradients(max_norm, norm if ignores else norm.nan_to_num(0.0, posinf=0.0))
-        return norm_on_host
 
     def _update(self, agreed: Agreement, norm: float | None) -> None:
         """Changes the state, unless a value is not finite."""

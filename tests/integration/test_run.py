@@ -28,6 +28,7 @@ from elastic_ddp.driver.node_access import NodeAccess, probe_nodes
 from elastic_ddp.errors import ConfigError, DataError, ReplicasDifferError, TrainFunctionError, WorkersFailedError
 from elastic_ddp.storage.storage import Storage
 from elastic_ddp.telemetry import read_ledger
+from elastic_ddp.telemetry.events import PhasesMeasured
 from elastic_ddp.worker.job import COMMITS
 from tests.integration import jobs
 from tests.single_rank_store import SingleRankStore
@@ -81,6 +82,10 @@ def test_weights_samples_and_losses_do_not_depend_on_the_number_of_workers(
     assert (result.best_step, result.best_metric) == (result.steps, result.metrics["validation_loss"])
     assert (calm.best_step, calm.best_metric) == (None, None)
     assert losses(result.uri) == losses(calm.uri)
+    measured = [event for event in read_ledger(Storage(result.uri)) if isinstance(event, PhasesMeasured)]
+    steps = [event.step for event in measured if event.generation == 1]
+    assert steps == list(range(3, 3 + len(steps))), "all but the first two of a generation, and the last one"
+    assert all(len(event.work_s) == len(event.micro_batches) and set(event.phases) for event in measured)
     assert result.metrics == calm.metrics
     assert set(result.metrics) == {"validation_loss", "twice", "grad_norm"}
     assert fit(folder, f"workers-{workers}", workers, **best) == result, "fit returns the same result again"

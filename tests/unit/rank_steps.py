@@ -14,8 +14,11 @@ from elastic_ddp.distributed.buffer_sync import StepBuffers
 from elastic_ddp.distributed.prepared_model import PreparedModel
 from elastic_ddp.distributed.process_group import ProcessGroup
 from elastic_ddp.rendezvous.hang import Activity
+from elastic_ddp.telemetry.events import PhasesMeasured
+from elastic_ddp.telemetry.phases import combine
 from elastic_ddp.worker.generation import Generation, strategy_of
 from elastic_ddp.worker.loss_scale import LossScale
+from elastic_ddp.worker.phase_clock import PhaseClock
 from elastic_ddp.worker.step import Step
 from elastic_ddp.worker.train_state import TrainState
 from tests.unit.single_worker import CPU, fake_feed
@@ -39,9 +42,18 @@ def config_of(**changes: Any) -> RunConfig:
 
 
 def run_steps(
-    group: ProcessGroup, config: RunConfig, module: torch.nn.Module, body: Body, *, num_rows: int = 1000
+    group: ProcessGroup,
+    config: RunConfig,
+    module: torch.nn.Module,
+    body: Body,
+    *,
+    num_rows: int = 1000,
+    measured: list[PhasesMeasured] | None = None,
 ) -> dict[str, Any]:
-    """Trains with AdamW. Returns the hashes of the run, and what `body` returned in each step."""
+    """Trains with AdamW. Returns the hashes of the run, and what `body` returned in each step.
+
+    Appends the events about the phases of steps to `measured`.
+    """
     is_ddp = config.strategy == "ddp"
     bf16, fp16 = (is_ddp and config.precision == precision for precision in ("bf16", "fp16"))
     prepared = PreparedModel(module, device=CPU, bf16=bf16, fp16=fp16)
@@ -49,7 +61,9 @@ def run_steps(
     optimizer = torch.optim.AdamW(module.parameters(), lr=0.05)
     state.add_optimizer(optimizer)
     state.add_scheduler(torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5))
-    strategy = strategy_of(config)(prepared, config, group)
+    phases, activity = PhaseClock(CPU), Activity()
+    activity.on_enter = phases.follow
+    strategy = strategy_of(config)(prepared, config, group, phases.enter)
     strategy.shard(state.optimizers)
     state.layout = strategy.layout(state.optimizers)
     shape = EpochShape(num_rows, config.num_micro_batches, config.micro_batch_size)
@@ -63,16 +77,22 @@ def run_steps(
         feeds=FeedCache(lambda micro_batches, step, before_reading: feed),
         seed=config.seed,
         clip_grad_norm=config.clip_grad_norm,
-        activity=Activity(),
+        activity=activity,
+        phases=phases,
         on_nonfinite=config.on_nonfinite,
     )
     returned, losses = [], []
+    counts = [len(owned) for owned in strategy.ranges]
     assert config.steps
+    phases.begin(0)
     for index in range(config.steps):
         step = Step(generation, shape.rows(index), shape.epoch_of(index), dict, is_logged=True)
         with step:
             returned.append(body(step, module))
         losses.append(step.loss)
+        if measured is not None and (event := combine(step.phases, generation=1, micro_batches=counts)) is not None:
+            measured.append(event)
+        phases.step_done(index + 1)
     result = {
         "returned": returned,
         "losses": losses,

@@ -1,0 +1,49 @@
+"""The phases of a step, and the event that combines what all ranks measured."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, get_args
+
+from elastic_ddp.telemetry.events import PhasesMeasured
+
+StepPhase = Literal["data", "forward", "backward", "communication", "optimizer", "other"]
+"""What a rank does in a step, from the end of one step to the end of the next:
+
+data: waiting for the next micro-batch.
+forward: the code in the loop over `micro_batches()`, up to `step.backward`.
+backward: `step.backward`, without communication.
+communication: waiting for other ranks, as far as the backward does not hide it. Waiting for a slow rank counts here.
+optimizer: the step of optimizers and schedulers.
+other: the rest, such as code outside of `with step`, evaluations, and the time for which a commit holds up training.
+"""
+STEP_PHASES: tuple[StepPhase, ...] = get_args(StepPhase)
+
+
+def combine(
+    parts: Sequence[Mapping[str, Any]], *, generation: int, micro_batches: Sequence[int]
+) -> PhasesMeasured | None:
+    """Returns the event for what the ranks measured, in rank order, or None if no step was measured on each.
+
+    Args:
+        parts: what `PhaseClock.take` returned on every rank.
+        generation: number of the generation.
+        micro_batches: number of micro-batches of each rank in a step.
+    """
+    if not all(part["num_steps"] for part in parts):
+        return None
+    seconds = [part["phases"] for part in parts]
+    slowest = max(range(len(parts)), key=lambda rank: parts[rank]["work_s"] / micro_batches[rank])
+    memory, utilization = ([part[name] for part in parts] for name in ("memory_bytes", "utilization"))
+    return PhasesMeasured(
+        generation=generation,
+        step=parts[0]["step"],
+        num_steps=parts[0]["num_steps"],
+        phases={phase: round(sum(own[phase] for own in seconds) / len(parts), 6) for phase in STEP_PHASES},
+        work_s=[part["work_s"] for part in parts],
+        micro_batches=list(micro_batches),
+        slowest_rank=slowest,
+        slowest=seconds[slowest],
+        memory_bytes=None if None in memory else memory,
+        utilization=None if set(utilization) == {None} else utilization,
+    )

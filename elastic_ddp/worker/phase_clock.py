@@ -1,0 +1,201 @@
+"""`PhaseClock`: how long one rank spends in each phase of its steps."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from typing import Any, Literal, Protocol, cast
+
+import torch
+
+from elastic_ddp.rendezvous.hang import Place
+from elastic_ddp.telemetry.phases import STEP_PHASES, StepPhase
+from elastic_ddp.worker.gpu_figures import Utilization
+from elastic_ddp.worker.trace_range import TraceRange
+
+_Phase = StepPhase | Literal["commit"]
+"""`commit` is reported as `other`. It is no work: a rank that waits for a commit is not slow."""
+_PHASES: dict[Place, _Phase] = {
+    "data": "data",
+    "forward": "forward",
+    "backward": "backward",
+    "reduction": "backward",  # the last one; the strategy enters "communication" when its own gradients are computed
+    "collective": "communication",
+    "optimizer": "optimizer",
+    "commit": "commit",
+    "shares": "commit",
+}
+"""The phases of places; all other places are `other`."""
+
+
+_FIRST_STEPS = 2
+"""Steps of a generation that are not typical."""
+_CPU = torch.device("cpu")
+
+
+class Timer(Protocol):
+    """Marks moments, of which it tells later how far apart they are."""
+
+    def mark(self) -> Any:
+        """Returns a mark of this moment."""
+
+    def is_past(self, mark: Any) -> bool:
+        """Whether the moment has come. Marks before it are past as well."""
+
+    def seconds(self, begin: Any, end: Any) -> float:
+        """Returns the seconds between two marks that are past."""
+
+    def release(self, mark: Any) -> None:
+        """The mark is not used any more."""
+
+
+class HostTimer:
+    """The clock of this process."""
+
+    def mark(self) -> float:
+        return time.perf_counter()
+
+    def is_past(self, mark: float) -> bool:
+        return True
+
+    def seconds(self, begin: float, end: float) -> float:
+        return end - begin
+
+    def release(self, mark: float) -> None: ...
+
+
+class DeviceTimer:
+    """CUDA events on the current stream. An interval between two includes what the stream waits for in between.
+
+    So communication, copies and the host count as far as they hold up the stream. Never synchronizes.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._unused: list[torch.cuda.Event] = []
+
+    def mark(self) -> torch.cuda.Event:
+        event = self._unused.pop() if self._unused else torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def is_past(self, mark: torch.cuda.Event) -> bool:
+        return mark.query()
+
+    def seconds(self, begin: torch.cuda.Event, end: torch.cuda.Event) -> float:
+        return begin.elapsed_time(end) / 1000
+
+    def release(self, mark: torch.cuda.Event) -> None:
+        self._unused.append(mark)
+
+
+class PhaseClock:
+    """Measures the phases of steps. It is always in one phase, so they add up to the time from step to step.
+
+    The worker calls `begin` in each generation, `follow` with each place that it enters, `step_done`, and `end`. The
+    first two steps of a generation are not measured: it waits for its first rows, and DDP arranges its buckets.
+
+    While a `torch.profiler` is active in this process, each step and phase is a range in its trace. On a GPU, they are
+    NVTX ranges too.
+
+    Args:
+        device: the device of the model.
+        timer: by default CUDA events on a GPU, else the clock of this process.
+    """
+
+    def __init__(self, device: torch.device = _CPU, timer: Timer | None = None) -> None:
+        is_gpu = device.type == "cuda"
+        self._device = device if is_gpu else None
+        self._timer: Timer = timer or (DeviceTimer(device) if is_gpu else HostTimer())
+        self._utilization = Utilization(device) if is_gpu else None
+        self._step_range, self._phase_range = TraceRange(on_gpu=is_gpu), TraceRange(on_gpu=is_gpu)
+        self._phase: _Phase = "other"
+        self._current: list[tuple[_Phase, Any]] | None = None
+        """The phases of the current step so far, with marks of their beginnings; None outside of a generation."""
+        self._num_unmeasured = 0
+        self._done: deque[tuple[int, list[tuple[_Phase, Any]], Any]] = deque()
+        """Steps whose end the device may not have reached: number of steps done, phases, and the mark of the end."""
+        self._clear()
+
+    def _clear(self) -> None:
+        self._step = self._num_steps = 0
+        self._seconds: dict[_Phase, float] = {**dict.fromkeys(STEP_PHASES, 0.0), "commit": 0.0}
+
+    def begin(self, step: int) -> None:
+        """A generation begins, with this number of steps done. Forgets what was measured."""
+        self.end()
+        self._clear()
+        self._num_unmeasured = _FIRST_STEPS
+        self._current = [(self._phase, self._timer.mark())]
+        self._switch_step(f"step {step}")
+
+    def end(self) -> None:
+        """The generation ends. Steps that `take` has not returned are forgotten."""
+        self._current = None
+        self._done.clear()  # with their marks: after a failure the device may never reach them
+        self._phase_range.switch(None)
+        self._step_range.switch(None)
+
+    def follow(self, place: Place) -> None:
+        """Enters the phase of a place of the worker's `Activity`."""
+        self.enter(_PHASES.get(place, "other"))
+
+    def enter(self, phase: str) -> str:
+        """Enters a phase, and returns the one before. Called in the training thread, or in one of autograd for which it
+        waits."""
+        before, self._phase = self._phase, cast(_Phase, phase)
+        if phase != before and self._current is not None:
+            self._current.append((self._phase, self._timer.mark()))
+            self._phase_range.switch(phase)
+        return before
+
+    def step_done(self, step: int) -> None:
+        """A step is done; `step` is the number of steps done."""
+        if self._current is None:
+            return
+        end, phases = self._timer.mark(), self._current
+        self._current = [(self._phase, end)]
+        if self._num_unmeasured:
+            self._num_unmeasured -= 1
+        else:
+            self._done.append((step, phases, end))
+        self._switch_step(f"step {step}")
+        self._collect()
+
+    def _switch_step(self, name: str) -> None:
+        self._phase_range.switch(None)
+        self._step_range.switch(name)
+        self._phase_range.switch(self._phase)
+
+    def _collect(self) -> None:
+        """Adds up the phases of steps whose end the device has reached."""
+        while self._done and self._timer.is_past(self._done[0][2]):
+            self._step, phases, end = self._done.popleft()
+            ends = [*(begin for _, begin in phases[1:]), end]
+            for (phase, begin), until in zip(phases, ends, strict=True):
+                self._seconds[phase] += self._timer.seconds(begin, until)
+                self._timer.release(begin)
+            self._num_steps += 1
+
+    def take(self) -> dict[str, Any]:
+        """Returns what was measured since the last call, and forgets it.
+
+        Returns:
+            JSON values: step (the number of steps done up to the last step measured), num_steps (steps measured),
+            phases (seconds of each in one step), work_s (seconds of a step without communication and commits),
+            memory_bytes (peak of the process), utilization (from 0 to 1). What is not known is None.
+        """
+        per_step = {phase: seconds / max(1, self._num_steps) for phase, seconds in self._seconds.items()}
+        commit_s = per_step.pop("commit")
+        work_s = sum(per_step.values()) - per_step["communication"]
+        per_step["other"] += commit_s
+        taken = {
+            "step": self._step,
+            "num_steps": self._num_steps,
+            "phases": {phase: round(seconds, 6) for phase, seconds in per_step.items()},
+            "work_s": round(work_s, 6),
+            "memory_bytes": torch.cuda.max_memory_allocated(self._device) if self._device is not None else None,
+            "utilization": self._utilization.newest() if self._utilization is not None else None,
+        }
+        self._clear()
+        return taken
