@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from typing import Any, TypeVar
 
 from elastic_ddp.rendezvous.snapshot import Snapshot
+from elastic_ddp.telemetry.bottleneck import MIN_STEPS, find_bottleneck
 from elastic_ddp.telemetry.event import Event, parse
-from elastic_ddp.telemetry.events import GenerationStarted, WorkerFailed
+from elastic_ddp.telemetry.events import GenerationFormed, GenerationStarted, PhasesMeasured, WorkerFailed
+from elastic_ddp.telemetry.phases import newest
 from elastic_ddp.telemetry.progress import MovingRate
 
 E = TypeVar("E", bound=Event)
@@ -34,6 +37,7 @@ class EventLog:
         self._last_numbers: dict[str, int] = {}
         """Number of the last event of each sender."""
         self._rate = MovingRate()
+        self._phases: deque[PhasesMeasured] = deque(maxlen=MIN_STEPS)
         for line in snapshot.lines():
             if "outcome" in line:
                 self.outcome = line["outcome"]
@@ -81,6 +85,9 @@ class EventLog:
             self._last_numbers[sender] = number
         if isinstance(event, GenerationStarted):
             self._rate.clear()  # the rate covers time with training only
+            self._phases.clear()
+        if isinstance(event, PhasesMeasured):
+            self._phases.append(event)
 
     @property
     def num_events(self) -> int:
@@ -116,7 +123,17 @@ class EventLog:
             "steps_per_s": self.steps_per_s,
             "loss": self.progress.get("loss"),
             "last_worker_failure": None if failure is None else {"time": failure.at, "error": failure.error},
+            **self._bottleneck(),
         }
+
+    def _bottleneck(self) -> dict[str, Any]:
+        """Returns the phases of the newest steps of the current generation, and what bounds them."""
+        measured, formed = newest(self._phases, num_steps=MIN_STEPS), self.last(GenerationFormed)
+        if measured is None:
+            return {"phases": None, "bottleneck": None}
+        nodes = [str(member.get("node")) for member in formed.members] if formed is not None else []
+        found = find_bottleneck(measured, nodes)
+        return {"phases": measured.to_json(), "bottleneck": None if found is None else found.to_json()}
 
 
 def _line(event: Event, sender: str, number: int) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal, get_args
 
 from elastic_ddp.telemetry.events import PhasesMeasured
@@ -46,4 +47,46 @@ def combine(
         slowest=seconds[slowest],
         memory_bytes=None if None in memory else memory,
         utilization=None if set(utilization) == {None} else utilization,
+    )
+
+
+def newest(events: Sequence[PhasesMeasured], *, num_steps: int) -> PhasesMeasured | None:
+    """Returns the newest measurements of one generation, averaged over at least `num_steps` steps.
+
+    Over fewer if the generation has not more, and None without any. `events` are in the order of the ledger.
+    """
+    chosen: list[PhasesMeasured] = []
+    for event in reversed(events):
+        is_other = chosen and (event.generation, event.session) != (chosen[0].generation, chosen[0].session)
+        if is_other or sum(each.num_steps for each in chosen) >= num_steps:
+            break
+        chosen.append(event)
+    return _average(chosen) if chosen else None
+
+
+def mean_phases(events: Sequence[PhasesMeasured]) -> dict[str, float]:
+    """Returns the seconds of each phase in one step, averaged over all steps measured. `events` are at least one."""
+    total = sum(event.num_steps for event in events)
+    return {
+        phase: round(sum(event.phases.get(phase, 0.0) * event.num_steps for event in events) / total, 6)
+        for phase in STEP_PHASES
+    }
+
+
+def _average(events: Sequence[PhasesMeasured]) -> PhasesMeasured:
+    """Returns the average over the steps of events of one generation, the newest first."""
+    total = sum(event.num_steps for event in events)
+    work_s = [
+        sum(event.work_s[rank] * event.num_steps for event in events) / total for rank in range(len(events[0].work_s))
+    ]
+    counts = events[0].micro_batches
+    slowest = max(range(len(counts)), key=lambda rank: work_s[rank] / counts[rank], default=None)
+    of_slowest = [replace(event, phases=event.slowest) for event in events if event.slowest_rank == slowest]
+    return replace(
+        events[0],
+        num_steps=total,
+        phases=mean_phases(events),
+        work_s=[round(seconds, 6) for seconds in work_s],
+        slowest_rank=slowest,
+        slowest=mean_phases(of_slowest) if of_slowest else {},
     )

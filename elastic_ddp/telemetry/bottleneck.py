@@ -1,0 +1,151 @@
+"""What bounds a run, and which setting to try: a pure function of the newest measurements of its steps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from statistics import median_low
+from typing import Any, Literal
+
+from elastic_ddp.telemetry.events import PhasesMeasured
+
+MIN_STEPS = 20
+"""Steps that a verdict needs."""
+SLOW = 1.2
+"""Times the median: the work of a slow rank."""
+_MIN_DELAY = 0.05
+"""Share of a step that a slow rank must cost. Below it, twice as much of next to nothing is not worth a look."""
+_DATA, _COMMUNICATION, _OTHER = 0.15, 0.25, 0.25
+"""Shares of a step from which on they bound it. Data is read ahead, so to wait for it at all means that it is late."""
+
+Kind = Literal["data", "communication", "compute", "other", "slow rank", "slow node"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bottleneck:
+    """What bounds a run."""
+
+    kind: Kind
+    reason: str
+    """One sentence with the figures."""
+    advice: str
+    """One sentence with what to try."""
+    ranks: Sequence[int] = ()
+    """The slow ranks."""
+    node: str | None = None
+    """The address of the slow node."""
+
+    def to_json(self) -> dict[str, Any]:
+        return {**asdict(self), "ranks": list(self.ranks)}
+
+
+def find_bottleneck(measured: PhasesMeasured, nodes: Sequence[str] = ()) -> Bottleneck | None:
+    """Returns what bounds a run, or None if fewer than `MIN_STEPS` steps are measured.
+
+    Args:
+        measured: what `phases.newest` returns.
+        nodes: the address of each rank's node, if they are known.
+    """
+    step_s = sum(measured.phases.values())
+    if measured.num_steps < MIN_STEPS or not step_s:
+        return None
+    share = {phase: seconds / step_s for phase, seconds in measured.phases.items()}
+    slow = _slow_ranks(measured, step_s) if measured.micro_batches else []
+    if slow and not _all_wait_for_data(measured, share["data"]):
+        return _slowness(measured, slow, nodes if len(nodes) == len(measured.work_s) else [])
+    if share["data"] >= _DATA and 2 * share["data"] >= share["communication"]:
+        return Bottleneck(
+            kind="data",
+            reason=f"ranks wait for data {_percent(share['data'])} of the time.",
+            advice="Raise data.concurrency, or data.num_cpus_per_task if the nodes have spare CPUs; or make the "
+            "transform cheaper.",
+        )
+    if share["communication"] >= _COMMUNICATION:
+        return _communication(measured, share["communication"])
+    if share["other"] >= _OTHER:
+        return Bottleneck(
+            kind="other",
+            reason=f"code between steps, evaluations and commits take {_percent(share['other'])} of the time.",
+            advice="Evaluate and commit less often, or do less between steps.",
+        )
+    compute = sum(share[phase] for phase in ("forward", "backward", "optimizer"))
+    return Bottleneck(
+        kind="compute",
+        reason=f"forward, backward and optimizer take {_percent(compute)} of the time.",
+        advice='Try more workers (max_workers), model.compile(), or, in a new run, precision = "bf16".',
+    )
+
+
+def _work(measured: PhasesMeasured) -> list[float]:
+    """Returns each rank's work for one of its micro-batches, of which ranks may have different numbers."""
+    return [seconds / count for seconds, count in zip(measured.work_s, measured.micro_batches, strict=True)]
+
+
+def _slow_ranks(measured: PhasesMeasured, step_s: float) -> list[int]:
+    work = _work(measured)
+    usual = median_low(work)
+    delays = [(own - usual) * count for own, count in zip(work, measured.micro_batches, strict=True)]
+    return [
+        rank
+        for rank, (own, delay_s) in enumerate(zip(work, delays, strict=True))
+        if own >= SLOW * usual and delay_s >= _MIN_DELAY * step_s
+    ]
+
+
+def _of_others(measured: PhasesMeasured, phase: str) -> float:
+    """Returns the seconds of a phase, averaged over all ranks but the slowest."""
+    num_ranks = len(measured.work_s)
+    return (measured.phases[phase] * num_ranks - measured.slowest.get(phase, 0.0)) / max(1, num_ranks - 1)
+
+
+def _all_wait_for_data(measured: PhasesMeasured, share: float) -> bool:
+    """Whether the slowest rank is only the one whose data comes last."""
+    step_s = sum(measured.phases.values())
+    is_late = share >= _DATA and _of_others(measured, "data") >= _DATA * step_s
+    return is_late and _slowest_phase(measured) == "data"
+
+
+def _slowest_phase(measured: PhasesMeasured) -> str:
+    """Returns the phase in which the slowest rank differs most from the others."""
+    work = [phase for phase in measured.phases if phase != "communication"]
+    return max(work, key=lambda phase: measured.slowest.get(phase, 0.0) - _of_others(measured, phase))
+
+
+def _slowness(measured: PhasesMeasured, slow: list[int], nodes: Sequence[str]) -> Bottleneck:
+    work = _work(measured)
+    factor = max(work[rank] for rank in slow) / median_low(work)
+    slow_nodes = sorted({nodes[rank] for rank in slow}) if nodes else []
+    of_node = [rank for rank, node in enumerate(nodes) if node in slow_nodes]
+    figures = f"takes {factor:.1f} times the median, most of all in {_slowest_phase(measured)}"
+    who = f"rank {slow[0]} is" if len(slow) == 1 else f"ranks {', '.join(map(str, slow[:5]))} are"
+    others_exist = len(set(nodes)) > 1
+    advice = "Look for code that does more on some ranks, and for other programs on the same cores."
+    if others_exist and len(slow_nodes) == 1:
+        advice = f"Look for other programs on the node; `elastic-ddp drain RUN {slow_nodes[0]}` moves its workers away."
+        if of_node == slow and len(slow) > 1:
+            reason = f"node {slow_nodes[0]} is slow: the work of its ranks {figures}."
+            return Bottleneck(kind="slow node", reason=reason, advice=advice, ranks=slow, node=slow_nodes[0])
+        who = who.replace(" is", f" (node {slow_nodes[0]}) is") if len(slow) == 1 else who
+    node = slow_nodes[0] if len(slow_nodes) == 1 else None
+    reason = f"{who} slow: the work {figures}."
+    return Bottleneck(kind="slow rank", reason=reason, advice=advice, ranks=slow, node=node)
+
+
+def _communication(measured: PhasesMeasured, share: float) -> Bottleneck:
+    counts = measured.micro_batches
+    least, most, mean = min(counts, default=1), max(counts, default=1), sum(counts) / max(1, len(counts))
+    reason = f"communication that the backward does not hide takes {_percent(share)} of the time."
+    advice = (
+        "Try fewer workers (`elastic-ddp resize`), a larger ddp.bucket_cap_mb, or, in a new run, a larger "
+        'global_batch_size or micro_batch_size, or reduction = "native".'
+    )
+    if 1 - mean / most >= share / 2:  # most of it is waiting for ranks with more micro-batches
+        reason = f"ranks have {least} or {most} micro-batches, and wait for each other {_percent(share)} of the time."
+        advice = (
+            f"Use a number of workers that divides the {sum(counts)} micro-batches of a step (`elastic-ddp resize`)."
+        )
+    return Bottleneck(kind="communication", reason=reason, advice=advice)
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.0f} %"

@@ -1,0 +1,133 @@
+"""What bounds a run, from the phases of its steps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from elastic_ddp.telemetry.bottleneck import MIN_STEPS, Bottleneck, find_bottleneck
+from elastic_ddp.telemetry.events import PhasesMeasured
+from elastic_ddp.telemetry.phases import STEP_PHASES, combine, mean_phases, newest
+
+BALANCED = {"data": 0.02, "forward": 0.3, "backward": 0.5, "communication": 0.1, "optimizer": 0.06, "other": 0.02}
+
+
+def measure(
+    *ranks: dict[str, float], micro_batches: list[int] | None = None, num_steps: int = MIN_STEPS, **changes: Any
+) -> PhasesMeasured:
+    """The event for ranks that differ from `BALANCED` in these phases. Peers wait for the slowest one."""
+    phases = [{**BALANCED, **rank} for rank in ranks]
+    step_s = max(sum(own.values()) for own in phases)
+    for own in phases:
+        own["communication"] += step_s - sum(own.values())
+    parts = [
+        {
+            "step": 100,
+            "num_steps": num_steps,
+            "phases": own,
+            "work_s": sum(own.values()) - own["communication"],
+            "memory_bytes": None,
+            "utilization": None,
+            **changes,
+        }
+        for own in phases
+    ]
+    event = combine(parts, generation=1, micro_batches=micro_batches or [2] * len(ranks))
+    assert event is not None
+    return event
+
+
+def verdict(event: PhasesMeasured, nodes: list[str] | None = None) -> Bottleneck:
+    found = find_bottleneck(event, nodes or [])
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize(
+    ("phases", "kind", "setting"),
+    [
+        ({}, "compute", "max_workers"),
+        ({"data": 0.4}, "data", "data.concurrency"),
+        ({"communication": 0.6}, "communication", "ddp.bucket_cap_mb"),
+        ({"communication": 3.0, "data": 0.9}, "communication", "ddp.bucket_cap_mb"),
+        ({"other": 1.0}, "other", "commit less often"),
+    ],
+)
+def test_the_phase_that_bounds_all_ranks_is_named_with_a_setting(
+    phases: dict[str, float], kind: str, setting: str
+) -> None:
+    for world_size in (1, 2, 3):
+        found = verdict(measure(*[phases] * world_size))
+        assert found.kind == kind and setting in found.advice and "%" in found.reason, found
+
+
+def test_a_rank_with_much_more_work_than_the_others_is_slow() -> None:
+    found = verdict(measure({}, {"backward": 0.9}, {}), ["a", "b", "c"])
+    assert (found.kind, found.ranks, found.node) == ("slow rank", [1], "b")
+    assert "rank 1 (node b)" in found.reason and "1.4 times" in found.reason and "backward" in found.reason
+    assert "elastic-ddp drain" in found.advice
+
+
+def test_one_of_two_ranks_can_be_slow() -> None:
+    assert verdict(measure({}, {"forward": 0.6})).ranks == [1]
+
+
+def test_a_drain_is_no_advice_if_there_is_one_node() -> None:
+    assert "drain" not in verdict(measure({}, {"forward": 0.6}), ["a", "a"]).advice
+
+
+def test_a_node_is_slow_if_all_its_ranks_are() -> None:
+    slow = {"forward": 0.7}
+    found = verdict(measure({}, {}, {}, slow, slow), ["a", "a", "b", "c", "c"])
+    assert (found.kind, found.ranks, found.node) == ("slow node", [3, 4], "c")
+    assert verdict(measure({}, {}, {}, {}, slow), ["a", "a", "b", "c", "c"]).kind == "slow rank"
+
+
+def test_a_slow_rank_that_costs_next_to_nothing_is_not_named() -> None:
+    small = {"forward": 0.01, "backward": 0.01, "optimizer": 0.0, "other": 0.0, "data": 0.0}
+    event = measure({**small, "communication": 0.98}, {**small, "forward": 0.02, "communication": 0.97})
+    assert verdict(event).kind == "communication"
+
+
+def test_a_rank_with_more_micro_batches_is_not_slow() -> None:
+    more = {"forward": 0.6, "backward": 1.0}
+    found = verdict(measure(more, {}, {}, micro_batches=[4, 2, 2]))
+    assert found.kind == "communication" and "divides the 8 micro-batches" in found.advice
+
+
+def test_ranks_that_all_wait_for_data_are_not_slow() -> None:
+    assert verdict(measure({"data": 0.5}, {"data": 1.2})).kind == "data"
+    assert verdict(measure({}, {"data": 1.2})).kind == "slow rank", "the data of one rank is late"
+
+
+def test_a_verdict_needs_twenty_steps() -> None:
+    assert find_bottleneck(measure({}, num_steps=MIN_STEPS - 1)) is None
+
+
+def test_a_verdict_is_about_the_newest_steps_of_the_generation() -> None:
+    late = {"data": 0.9}
+    ledger = [measure(late, num_steps=10) for _ in range(5)] + [measure({}, num_steps=10) for _ in range(2)]
+    average = newest(ledger, num_steps=MIN_STEPS)
+    assert average is not None and average.num_steps == 20
+    assert average.phases == pytest.approx(BALANCED)
+    former = PhasesMeasured(**{**vars(ledger[0]), "generation": 0})
+    average = newest([former, ledger[0]], num_steps=MIN_STEPS)
+    assert average is not None and average.num_steps == 10
+    assert newest([], num_steps=MIN_STEPS) is None
+
+
+def test_averages_count_each_step_once() -> None:
+    ledger = [measure({"data": 0.1}, num_steps=1), measure({"data": 0.4}, num_steps=9)]
+    assert mean_phases(ledger)["data"] == pytest.approx(0.37)
+    average = newest(ledger, num_steps=MIN_STEPS)
+    assert average is not None and average.work_s == [pytest.approx(0.88 + 0.37)]
+
+
+def test_a_window_without_a_step_on_every_rank_gives_no_event() -> None:
+    part = {"step": 3, "phases": dict.fromkeys(STEP_PHASES, 0.0), "work_s": 0.0, "memory_bytes": 0, "utilization": None}
+    assert combine([{**part, "num_steps": 1}, {**part, "num_steps": 0}], generation=1, micro_batches=[1, 1]) is None
+
+
+def test_an_event_of_a_ledger_without_work_has_a_verdict() -> None:
+    assert find_bottleneck(PhasesMeasured(generation=1, step=30, num_steps=30, phases=BALANCED)) is not None
