@@ -27,6 +27,7 @@ from elastic_ddp.cli.doctor import doctor
 from elastic_ddp.cli.events import events
 from elastic_ddp.cli.live_run import LiveRun, get_run
 from elastic_ddp.cli.output import console, format_time, plural, table
+from elastic_ddp.cli.phases import columns_of_ranks, describe_step
 from elastic_ddp.cli.recorded_run import RecordedRun, RunLedger
 from elastic_ddp.cli.report import report
 from elastic_ddp.cli.run_summary import render
@@ -151,16 +152,19 @@ def _describe_run(facts: Mapping[str, Any]) -> RenderableType:
         f"  step {number('step')} of {number('total_steps')}, last commit {number('last_commit')}\n",
         f"  loss {number('loss')}, {number('steps_per_s')} steps/s\n",
         f"  {plural(facts['world_size'] or 0, 'worker')}, generation {number('generation')}",
+        *(f"\n  {line}" for line in describe_step(facts)),
         f"\n  {facts['waiting_for']}" if facts["waiting_for"] else "",
         f"\n  submitted as job {job}" if (job := facts["driver"].get("job")) else "",
     )
 
 
 def _describe_workers(facts: Mapping[str, Any]) -> RenderableType:
-    workers = table("rank", "pid", "node", text=("node",))
+    columns = columns_of_ranks(facts)
+    workers = table("rank", "pid", *columns, "node", text=("node",))
     nodes = table("Ray's node id", "node", text=("node",))
     for member in facts["members"]:
-        workers.add_row(str(member["rank"]), str(member["pid"]), member["node"])
+        measured = [values[member["rank"]] for values in columns.values()]
+        workers.add_row(str(member["rank"]), str(member["pid"]), *measured, member["node"])
     for node_id, node in dict.fromkeys((member["node_id"], member["node"]) for member in facts["members"]):
         draining = " (draining)" if node_id in facts["draining"] else ""
         nodes.add_row(node_id, node + draining)

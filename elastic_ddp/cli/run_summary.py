@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from elastic_ddp.cli.output import plural, table
+from elastic_ddp.cli.phases import describe_bottleneck, describe_phases, format_gib
 from elastic_ddp.telemetry.goodput import PARTS
 
 _STYLES = {
@@ -61,6 +62,9 @@ def _facts(summary: Mapping[str, Any]) -> Table:
             f"{name} {_number(value)}{_at_step(summary['evaluated_at'].get(name), summary)}"
             for name, value in summary["metrics"].items()
         ),
+        "step": describe_phases(summary["phases"]),
+        "bound by": describe_bottleneck(summary["bottleneck"]),
+        "GPU memory": "" if summary["memory_bytes"] is None else f"{format_gib(summary['memory_bytes'])} peak",
         "workers": ", ".join(f"{count:,} {what}" for what, count in workers.items() if count),
         "sessions": summary["sessions"],
         "commits": _number(summary["commits"]) + (f", one every {interval_s:,.1f} s" if interval_s is not None else ""),

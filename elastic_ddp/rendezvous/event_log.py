@@ -10,7 +10,7 @@ from elastic_ddp.rendezvous.snapshot import Snapshot
 from elastic_ddp.telemetry.bottleneck import MIN_STEPS, find_bottleneck
 from elastic_ddp.telemetry.event import Event, parse
 from elastic_ddp.telemetry.events import GenerationFormed, GenerationStarted, PhasesMeasured, WorkerFailed
-from elastic_ddp.telemetry.phases import newest
+from elastic_ddp.telemetry.phases import newest, nodes_of
 from elastic_ddp.telemetry.progress import MovingRate
 
 E = TypeVar("E", bound=Event)
@@ -128,11 +128,10 @@ class EventLog:
 
     def _bottleneck(self) -> dict[str, Any]:
         """Returns the phases of the newest steps of the current generation, and what bounds them."""
-        measured, formed = newest(self._phases, num_steps=MIN_STEPS), self.last(GenerationFormed)
+        measured, formed = newest(list(self._phases), num_steps=MIN_STEPS), self.last(GenerationFormed)
         if measured is None:
             return {"phases": None, "bottleneck": None}
-        nodes = [str(member.get("node")) for member in formed.members] if formed is not None else []
-        found = find_bottleneck(measured, nodes)
+        found = find_bottleneck(measured, nodes_of([formed] if formed is not None else [], measured))
         return {"phases": measured.to_json(), "bottleneck": None if found is None else found.to_json()}
 
 

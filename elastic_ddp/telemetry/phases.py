@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal, get_args
 
-from elastic_ddp.telemetry.events import PhasesMeasured
+from elastic_ddp.telemetry.event import Event
+from elastic_ddp.telemetry.events import GenerationFormed, PhasesMeasured
 
 StepPhase = Literal["data", "forward", "backward", "communication", "optimizer", "other"]
 """What a rank does in a step, from the end of one step to the end of the next:
@@ -57,11 +58,23 @@ def newest(events: Sequence[PhasesMeasured], *, num_steps: int) -> PhasesMeasure
     """
     chosen: list[PhasesMeasured] = []
     for event in reversed(events):
-        is_other = chosen and (event.generation, event.session) != (chosen[0].generation, chosen[0].session)
+        is_other = chosen and not _is_of(event, chosen[0].generation, chosen[0].session)
         if is_other or sum(each.num_steps for each in chosen) >= num_steps:
             break
         chosen.append(event)
     return _average(chosen) if chosen else None
+
+
+def _is_of(measured: PhasesMeasured, generation: int, session: str) -> bool:
+    return (measured.generation, measured.session) == (generation, session)
+
+
+def nodes_of(events: Iterable[Event], measured: PhasesMeasured) -> list[str]:
+    """Returns the address of each rank's node in the generation that was measured; empty if that is not known."""
+    for event in events:
+        if isinstance(event, GenerationFormed) and _is_of(measured, event.generation, event.session):
+            return [str(member.get("node")) for member in event.members]
+    return []
 
 
 def mean_phases(events: Sequence[PhasesMeasured]) -> dict[str, float]:

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
 from elastic_ddp.errors import WorkersFailedError
+from elastic_ddp.telemetry.bottleneck import MIN_STEPS, find_bottleneck
 from elastic_ddp.telemetry.event import PEER_FAILED, WORKER_FAILED, Event
 from elastic_ddp.telemetry.events import (
     CommitSucceeded,
@@ -13,6 +14,7 @@ from elastic_ddp.telemetry.events import (
     GenerationEnded,
     GenerationFormed,
     GenerationStarted,
+    PhasesMeasured,
     Resumed,
     RunFailed,
     RunFinished,
@@ -23,6 +25,7 @@ from elastic_ddp.telemetry.events import (
     WorkerLeft,
 )
 from elastic_ddp.telemetry.goodput import STALLS, goodput, stalls
+from elastic_ddp.telemetry.phases import mean_phases, newest, nodes_of
 from elastic_ddp.telemetry.scaling import scaling
 
 E = TypeVar("E", bound=Event)
@@ -42,6 +45,8 @@ def summarize(events: Iterable[Event], *, name: str | None = None, storage: str 
         error, steps, total_steps (that the configuration asks for), epochs, samples,
         wall_seconds (of all sessions, from the call of `fit` to the end), samples_per_second (of that time),
         goodput (seconds of each part of that time, see `goodput`), sessions and commits (their numbers),
+        phases (seconds of each phase of a step, averaged over the run), bottleneck (of the newest steps, see
+        `RunHandle.status`), memory_bytes (peak of GPU memory of any rank),
         commit_interval_s (the newest automatic choice), restarts (generations that formed after a failure),
         skipped_steps (steps that did not change the weights, see `on_nonfinite`),
         workers_lost (workers that failed in a generation), workers_drained (workers that left because their node or
@@ -66,9 +71,23 @@ def summarize(events: Iterable[Event], *, name: str | None = None, storage: str 
         "commit_interval_s": commits[-1].interval_s if commits else None,
         "generations": generations,
         "scaling": scaling(events),
+        **_phases(events),
         **_measurements(events),
         "storage": started.config.get("storage") if storage is None and started else storage,
         "versions": dict(started.versions) if started else {},
+    }
+
+
+def _phases(events: list[Event]) -> dict[str, Any]:
+    """Returns the phases of a step, the peak of GPU memory, and what bounded the newest steps."""
+    measured = [event for event in events if isinstance(event, PhasesMeasured)]
+    last = newest(measured, num_steps=MIN_STEPS)
+    bottleneck = None if last is None else find_bottleneck(last, nodes_of(events, last))
+    memory = [max(event.memory_bytes) for event in measured if event.memory_bytes]
+    return {
+        "phases": mean_phases(measured) if measured else None,
+        "bottleneck": None if bottleneck is None else bottleneck.to_json(),
+        "memory_bytes": max(memory, default=None),
     }
 
 

@@ -26,6 +26,7 @@ from elastic_ddp.storage.lease import DriverLease
 from elastic_ddp.storage.lease_holder import Driver
 from elastic_ddp.storage.storage import Storage
 from elastic_ddp.telemetry import Ledger, summarize
+from elastic_ddp.telemetry.phases import STEP_PHASES
 from tests.unit.ledger_events import ledger_event
 
 SETTINGS = """
@@ -223,6 +224,17 @@ LONG_STATUS: dict[str, Any] = {
     "waiting_for": None,
     "driver": {"host": "head", "pid": 1, "uri": "s3://runs/lm", "job": None},
     "last_worker_failure": {"time": 1_795_169_703.0, "error": "exit signal SIGKILL"},
+    "phases": {
+        "phases": dict.fromkeys(STEP_PHASES, 0.1234567) | {"backward": 123.4567},
+        "work_s": [123.4567] * 1024,
+        "memory_bytes": [150 * 2**30] * 1024,
+        "utilization": [1.0] * 1023 + [None],
+    },
+    "bottleneck": {
+        "kind": "communication",
+        "reason": "communication that the backward does not hide takes 55 % of the time.",
+        "advice": "Try fewer workers (`elastic-ddp resize`).",
+    },
     "members": [
         {"rank": 1023, "pid": 4_194_304, "node": "2001:0db8:85a3:0000:0000:8a2e:0370:7334", "node_id": "f" * 56}
     ],
@@ -242,6 +254,7 @@ def test_status_fits_80_columns_with_long_values(monkeypatch: pytest.MonkeyPatch
         assert fact in text
     if arguments == ["status", "lm"]:
         assert "1023  4194304" in text and "SIGKILL" in text
+        assert "150.0 GiB" in text
         assert text.replace("\n", "").replace(" ", "").count("f" * 17) >= 3, "the node id is complete, perhaps folded"
         assert "eeee" in text, "a drained node is shown after its workers have left"
 
@@ -250,7 +263,8 @@ STARTING = {"state": "starting", "members": [], "waiting_for": "waiting for reso
 
 
 def test_status_of_a_run_that_is_starting_has_no_numbers_yet(monkeypatch: pytest.MonkeyPatch) -> None:
-    unknown = dict.fromkeys(("step", "loss", "steps_per_s", "generation", "world_size", "last_commit"))
+    numbers = ("step", "loss", "steps_per_s", "generation", "world_size", "last_commit", "phases", "bottleneck")
+    unknown = dict.fromkeys(numbers)
     run = SimpleNamespace(status=lambda: LONG_STATUS | unknown | STARTING)
     monkeypatch.setattr("elastic_ddp.driver.run_handle.get_run", {"lm": run}.__getitem__)
     monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(gcs_address="10.0.0.9:6379"))

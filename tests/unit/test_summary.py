@@ -80,6 +80,7 @@ def test_a_run_over_two_sessions_is_one_summary() -> None:
         "workers_lost": 1, "commit_interval_s": None, "skipped_steps": 0,
         "weights_sha256": "aa", "samples_sha256": "bb", "loss": {"first": 2.5, "last": 1.0, "step": 30},
         "metrics": {"accuracy": 0.9, "final": 3.0}, "evaluated_at": {}, "scaling": [],
+        "phases": None, "bottleneck": None, "memory_bytes": None,
         "storage": "s3://b/runs", "versions": {"torch": "2.13.0"},
     }  # fmt: skip
     assert [[row["generation"], row["world_size"], row["first_step"], row["last_step"]] for row in generations] == [
