@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -17,6 +17,7 @@ from ray.train.torch import TorchConfig
 from elastic_ddp.errors import StorageError
 from elastic_ddp.rendezvous.actor import RendezvousHandle
 from elastic_ddp.rendezvous.members import Member
+from elastic_ddp.telemetry.versions import versions
 from elastic_ddp.user_code import ship
 from elastic_ddp.worker.job import Job, WorkerContext
 from elastic_ddp.worker.main import work
@@ -71,6 +72,7 @@ def run_workers(job: Job, rendezvous: RendezvousHandle, on_controller: Callable[
     environment: dict[str, Any] = {"worker_runtime_env": {"env_vars": dict(config.env)}}
     # Imported late: with another Ray version the import fails, and `check_ray_version` explains that better.
     from elastic_ddp.ray_internals.controller import ElasticTorchTrainer
+    from elastic_ddp.ray_internals.state_api import RunInStateApi
 
     trainer = ElasticTorchTrainer(
         _run_worker,
@@ -78,6 +80,13 @@ def run_workers(job: Job, rendezvous: RendezvousHandle, on_controller: Callable[
         rendezvous=rendezvous,
         save_within_s=config.drain_deadline_s,
         on_controller=on_controller,
+        state_api=RunInStateApi(
+            session=job.session,
+            name=config.name,
+            uri=job.storage.uri,
+            settings=config.recorded(),
+            versions=versions(),
+        ),
         train_loop_config={"job": job, "rendezvous": rendezvous},
         torch_config=_NoProcessGroup(),
         scaling_config=ray.train.ScalingConfig(
@@ -96,6 +105,15 @@ def run_workers(job: Job, rendezvous: RendezvousHandle, on_controller: Callable[
     finally:
         with suppress(StorageError):
             job.storage.delete_tree(f"ray_train/{session}")
+
+
+def report_outcome(job: Job, outcome: Mapping[str, Any]) -> None:
+    """Reports how a session ended to the API of Ray's dashboard, if that is turned on."""
+    from elastic_ddp.ray_internals import state_api
+
+    stopped = f"stopped after step {outcome.get('steps')}; the same command resumes it"
+    detail = {"finished": None, "stopped": stopped, "failed": outcome.get("error")}[outcome["status"]]
+    state_api.report_outcome(job.session, outcome["status"], detail)
 
 
 def _run_worker(arguments: dict[str, Any]) -> None:

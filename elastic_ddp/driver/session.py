@@ -14,7 +14,8 @@ from elastic_ddp.checkpoint import Commit, CommitCatalog
 from elastic_ddp.distributed.step_agreement import EMPTY_SAMPLES_DIGEST
 from elastic_ddp.driver.display import RunDisplay
 from elastic_ddp.driver.gcs_watch import GcsWatch
-from elastic_ddp.driver.ray_train import run_workers
+from elastic_ddp.driver.metrics import RunMetrics
+from elastic_ddp.driver.ray_train import report_outcome, run_workers
 from elastic_ddp.driver.wait_watch import WaitWatch
 from elastic_ddp.errors import ConfigError, WorkersFailedError
 from elastic_ddp.loggers.logger import Logger
@@ -25,6 +26,7 @@ from elastic_ddp.rendezvous.messages import DriverUpdate
 from elastic_ddp.signals import StopRequests
 from elastic_ddp.storage.lease import DriverLease
 from elastic_ddp.telemetry import Ledger
+from elastic_ddp.telemetry.event import Event
 from elastic_ddp.telemetry.events import RunFailed, RunFinished, SessionEnded, SessionStarted
 from elastic_ddp.telemetry.versions import versions
 from elastic_ddp.user_code import import_failure
@@ -66,6 +68,7 @@ class Session:
         self._rendezvous = rendezvous
         self._ledger = Ledger(job.storage, lease.session)
         self._display = RunDisplay(job.total_steps, job.config.min_workers, resume_from)
+        self._metrics = RunMetrics(job.config.name, resume_from)
         self._wait_watch = WaitWatch(job.config)
         self._gcs = gcs
         config = job.config.recorded()
@@ -78,9 +81,10 @@ class Session:
         self._num_events = 0
         """Events received from the rendezvous."""
         self._error: BaseException | None = None
+        self._outcome: dict[str, Any] | None = None
         self._controllers: list[Any] = []
         self._thread = threading.Thread(target=self._run_workers, name="ray-train", daemon=True)
-        self._ledger.append(
+        self._append(
             SessionStarted(
                 at=started_at,
                 resumed_from_step=resume_from.step if resume_from else None,
@@ -103,9 +107,10 @@ class Session:
             except RayEndedError:
                 outcome = self._outcome_without_ray()
         if outcome["status"] == "failed":
-            self._ledger.append(RunFailed(error=outcome["error"], kind=outcome.get("kind")))
-        self._ledger.append(RunFinished(**outcome))
+            self._append(RunFailed(error=outcome["error"], kind=outcome.get("kind")))
+        self._append(RunFinished(**outcome))
         self._flush()
+        self._outcome = outcome
         return outcome
 
     def _run_workers(self) -> None:
@@ -152,12 +157,18 @@ class Session:
         """Receives new events from the rendezvous, and writes them to the ledger."""
         update: DriverUpdate = self._call(self._rendezvous.wait_for_update, self._num_events)
         for event in update.events:
-            self._ledger.append(event)
+            self._append(event)
             self._display.record(event)
         self._num_events += len(update.events)
         if update.events:
             self._flush()
+        self._metrics.refresh()
         return update
+
+    def _append(self, event: Event) -> None:
+        """Adds an event to the ledger, and to the metrics even while the storage fails."""
+        self._ledger.append(event)
+        self._metrics.record(event)
 
     def _flush(self) -> None:
         """Stores the events, and passes them on to the loggers."""
@@ -224,6 +235,8 @@ class Session:
         for controller in self._controllers:
             ray.kill(controller)
         self._thread.join(EXIT_TIMEOUT_S)
+        if self._outcome is not None:
+            report_outcome(self._job, self._outcome)
 
     def close_ledger(self) -> None:
         """Writes the last event of the session. Raises StorageError if events cannot be stored."""

@@ -39,6 +39,7 @@ from elastic_ddp.ray_internals.cluster_use import placement_group_prefix
 from elastic_ddp.ray_internals.messages import mark_messages
 from elastic_ddp.ray_internals.nodes import draining_nodes
 from elastic_ddp.ray_internals.scaling import NODE_ID, LimitedScalingPolicy, autoscaled_nodes, shorten_intervals
+from elastic_ddp.ray_internals.state_api import RunInStateApi, is_tracked
 from elastic_ddp.ray_internals.worker_group import ElasticWorkerGroup, actor_id, release_placement_groups
 from elastic_ddp.ray_internals.worker_states import classify_workers
 from elastic_ddp.telemetry.events import StartFailed
@@ -64,7 +65,7 @@ DISMISSED_EXIT_S = 5.0
 
 _EXIT_DETAIL, _CONNECTION_CLOSED = "Worker exit detail: ", "connection error code 2"
 """Parts of Ray's message about a process that has exited."""
-_UNUSED_CALLBACKS = ("PlacementGroupCleanerCallback", "DatasetsCallback")
+_UNUSED_CALLBACKS = ("PlacementGroupCleanerCallback", "DatasetsCallback", "StateManagerCallback")
 _VERBOSE_LOGGERS = ("scaling_policy", "worker_group", "failure_handling.default")
 """They log each poll of the cluster, each try to start workers, and each failed worker as a failed run."""
 
@@ -304,11 +305,12 @@ def _draining_nodes() -> dict[str, float]:
 
 
 class ElasticTorchTrainer(TorchTrainer):
-    """Ray Train's trainer with `ElasticController`, and without two of Ray Train's callbacks.
+    """Ray Train's trainer with `ElasticController`, and without three of Ray Train's callbacks.
 
     The placement group cleaner needs the dashboard, which `ray[train]` does not install, and logs a warning every
-    second. `fit` removes its placement groups itself. The other callback shards data sets of Ray Train, which are not
-    used here, and starts a process for each new worker. `on_controller` is called with the controller actor.
+    second. `fit` removes its placement groups itself. Another callback shards data sets of Ray Train, which are not
+    used here, and starts a process for each new worker. `state_api` takes the place of the third one.
+    `on_controller` is called with the controller actor.
     """
 
     def __init__(
@@ -318,16 +320,19 @@ class ElasticTorchTrainer(TorchTrainer):
         rendezvous: Any,
         save_within_s: float,
         on_controller: Callable[[Any], None],
+        state_api: RunInStateApi,
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
+        self._state_api = state_api
         self._run_name = run_name
         self._controller_arguments = {"rendezvous": rendezvous, "save_within_s": save_within_s}
         self._on_controller = on_controller
 
     def _create_default_callbacks(self) -> list[Any]:
         callbacks: list[Any] = super()._create_default_callbacks()  # type: ignore[misc]
-        return [callback for callback in callbacks if type(callback).__name__ not in _UNUSED_CALLBACKS]
+        used = [callback for callback in callbacks if type(callback).__name__ not in _UNUSED_CALLBACKS]
+        return [*used, self._state_api] if is_tracked() else used
 
     def _initialize_and_run_controller(self, **arguments: Any) -> Any:
         # Otherwise Ray Data creates this actor on a worker's node, which the autoscaler then never finds idle.

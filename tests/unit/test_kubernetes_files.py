@@ -65,7 +65,7 @@ def check(document: Any, model: Any) -> None:
 def assert_contains(known: Any, document: Any, place: str) -> None:
     if isinstance(document, dict):
         for name, value in document.items():
-            assert name in known, f"Kubernetes has no {place}.{name}"
+            assert name in known, f"there is no {place}.{name}"
             assert_contains(known[name], value, f"{place}.{name}")
     elif isinstance(document, list):
         for index, (have, value) in enumerate(zip(known, document, strict=True)):
@@ -95,7 +95,7 @@ def test_kubernetes_accepts_the_container_that_watches_spot_notices() -> None:
 
 
 def test_a_misspelled_setting_of_a_pod_is_found() -> None:
-    with pytest.raises(AssertionError, match=r"Kubernetes has no \.spec\.containers\[0\]\.imagee"):
+    with pytest.raises(AssertionError, match=r"there is no \.spec\.containers\[0\]\.imagee"):
         check({"spec": {"containers": [{"name": "a", "imagee": "b"}]}}, core.PodTemplateSpec)
     with pytest.raises(msgspec.ValidationError, match="securityContext"):
         check({"spec": {"containers": [], "securityContext": {"runAsUser": "ray"}}}, core.PodTemplateSpec)
@@ -211,6 +211,18 @@ def test_the_network_policy_lets_only_the_cluster_and_the_operator_reach_rays_po
             assert not reachable(labels[0], "other", target, port)
             assert reachable(operator, guide, target, port) == (port == 8265)
     assert reachable(labels[0], "default", redis, 6379) and not reachable(operator, guide, redis, 6379)
+
+
+def test_prometheus_scrapes_all_pods_of_ray() -> None:
+    monitor = manifests("pod-monitor.yaml")["PodMonitor/elastic-ddp"]["spec"]
+    added = {"ray.io/is-ray-node": "yes"}  # by KubeRay, which also adds the port to pods that lack it
+    ports = set()
+    for spec in SPECS.values():
+        for group in (spec["headGroupSpec"], *spec["workerGroupSpecs"]):
+            assert monitor["selector"]["matchLabels"] == added | group["template"]["metadata"]["labels"]
+        [head] = spec["headGroupSpec"]["template"]["spec"]["containers"]
+        ports |= {port["name"] for port in head["ports"]}
+    assert {endpoint["port"] for endpoint in monitor["podMetricsEndpoints"]} < ports
 
 
 def test_head_and_redis_are_on_no_spot_node() -> None:
