@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 from rich.columns import Columns
@@ -12,9 +12,11 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from elastic_ddp.cli.output import format_time, plural
+from elastic_ddp.cli.output import format_time, plural, ranges
+from elastic_ddp.cli.phases import describe_bottleneck, format_gib
 from elastic_ddp.cli.timeline import MARKS, Timeline, sparkline
-from elastic_ddp.telemetry import events, summarize
+from elastic_ddp.telemetry import events, phases, summarize
+from elastic_ddp.telemetry.bottleneck import MIN_STEPS
 from elastic_ddp.telemetry.description import describe_event
 from elastic_ddp.telemetry.event import Event
 from elastic_ddp.telemetry.progress import MovingRate, clock_face
@@ -26,8 +28,6 @@ _LABEL = 11
 _NUM_RECENT = 8
 _STYLES = {"training": "bold green", "finished": "bold green", "failed": "bold red"}
 _PHASE_STYLES = ("yellow", "green", "blue", "red", "magenta", "dim")
-_WINDOW_STEPS = 20
-"""Number of steps whose phases are shown."""
 
 
 def frame(ledger: Sequence[Event], now: float, *, width: int = 80, driver_is_dead: bool = False) -> RenderableType:
@@ -45,7 +45,7 @@ def frame(ledger: Sequence[Event], now: float, *, width: int = 80, driver_is_dea
     timeline = Timeline(ledger, now if state.is_live else ledger[-1].time)
     parts: list[RenderableType] = [_heading(summary, ledger, state.text, timeline.length_s), _progress(summary, ledger)]
     parts += [Text(), _curves(summary, ledger, timeline, columns)]
-    parts += [Text(), _phases(ledger, columns), _facts(summary, ledger, now)]
+    parts += [Text(), _phases(summary, ledger, columns), _facts(summary, ledger, now)]
     parts += [Text(), _members(ledger), Text(), _recent(ledger)]
     return Group(*parts)
 
@@ -98,28 +98,23 @@ def _curves(summary: Mapping[str, Any], ledger: Sequence[Event], timeline: Timel
     return rows
 
 
-def _phases(ledger: Sequence[Event], columns: int) -> RenderableType:
-    measured: list[events.PhasesMeasured] = []
-    for event in reversed(ledger):
-        if isinstance(event, events.GenerationStarted) or sum(each.num_steps for each in measured) >= _WINDOW_STEPS:
-            break
-        if isinstance(event, events.PhasesMeasured):
-            measured.append(event)
-    if not measured:
+def _phases(summary: Mapping[str, Any], ledger: Sequence[Event], columns: int) -> RenderableType:
+    """The phases of the newest steps, if the current generation has measured some, and what bounds the run."""
+    since = max((n for n, event in enumerate(ledger) if isinstance(event, events.GenerationStarted)), default=0)
+    measured = [event for event in ledger[since:] if isinstance(event, events.PhasesMeasured)]
+    if (newest := phases.newest(measured, num_steps=MIN_STEPS)) is None:
         return Text()
-    num_steps = sum(each.num_steps for each in measured)
-    names = dict.fromkeys(name for each in measured for name in each.phases)
-    means = {n: sum(each.phases.get(n, 0.0) * each.num_steps for each in measured) / num_steps for n in names}
-    step_s = math.fsum(means.values()) or 1.0
+    step_s = math.fsum(newest.phases.values()) or 1.0
     bar, legend = Text(), []
-    for (name, seconds), style in zip(means.items(), _PHASE_STYLES * 2, strict=False):
-        share = seconds / step_s
-        bar.append("█" * round((columns + 11) * share), style=style)
-        legend.append(Text.assemble(("■", style), f" {name} {100 * share:.0f} %"))
+    for (name, seconds), style in zip(newest.phases.items(), _PHASE_STYLES, strict=False):
+        bar.append("█" * round((columns + 11) * seconds / step_s), style=style)
+        legend.append(Text.assemble(("■", style), f" {name} {100 * seconds / step_s:.0f} %"))
     rows = _fact_table()
     rows.add_row("step", f"{1000 * step_s:,.1f} ms")
     rows.add_row("", bar)
     rows.add_row("", Columns(legend, padding=(0, 2)))
+    if summary["bottleneck"] is not None:
+        rows.add_row("bound by", describe_bottleneck(summary["bottleneck"]))
     return rows
 
 
@@ -147,17 +142,18 @@ def _members(ledger: Sequence[Event]) -> Table:
     rows.add_column(style="dim")
     if formed is None:
         return rows
-    phases = _last(ledger, events.PhasesMeasured)
-    is_current = phases is not None and phases.generation == formed.generation and phases.session == formed.session
-    memory = phases.memory_bytes or [] if is_current and phases is not None else []
-    busy = phases.utilization or [] if is_current and phases is not None else []
+    measured = _last(ledger, events.PhasesMeasured)
+    if measured is None or (measured.generation, measured.session) != (formed.generation, formed.session):
+        memory, busy = [], []
+    else:
+        memory, busy = measured.memory_bytes or [], measured.utilization or []
     nodes: dict[str, list[int]] = {}
     for member in formed.members:
         nodes.setdefault(str(member.get("node")), []).append(int(member.get("rank", 0)))
     for node, ranks in nodes.items():
-        facts = [f"{plural(len(ranks), 'worker')}, rank {_ranges(ranks)}"]
+        facts = [f"{plural(len(ranks), 'worker')}, rank {ranges(sorted(ranks))}"]
         if used := [memory[rank] for rank in ranks if rank < len(memory)]:
-            facts.append(f"GPU memory {max(used) / 2**30:,.1f} GiB")
+            facts.append(f"GPU memory {format_gib(max(used))}")
         if shares := [share for rank in ranks if rank < len(busy) and (share := busy[rank]) is not None]:
             facts.append(f"GPU busy {100 * sum(shares) / len(shares):.0f} %")
         rows.add_row(node, "  ".join(facts))
@@ -194,17 +190,6 @@ def _recent_rate(ledger: Sequence[Event]) -> MovingRate:
             case events.StepsCompleted():
                 rate.add(event.time if event.at is None else event.at, event.step, event.samples or 0)
     return rate
-
-
-def _ranges(numbers: Iterable[int]) -> str:
-    """Returns numbers such as `0-3, 6`."""
-    runs: list[list[int]] = []
-    for number in sorted(numbers):
-        if runs and number == runs[-1][1] + 1:
-            runs[-1][1] = number
-        else:
-            runs.append([number, number])
-    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
 
 
 def _last(ledger: Sequence[Event], kind: type[E]) -> E | None:

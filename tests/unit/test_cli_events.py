@@ -189,6 +189,7 @@ def test_watch_shows_what_happened_to_a_run(ledger: Ledger, clock: Clock, tmp_pa
     assert lines["workers"].split()[1] == "3" and "▇" in lines["workers"]
     assert lines["samples/s"].split()[1] == "53"  # 160 samples in 3 s
     assert lines["loss"].split()[1] == "0.9901"
+    assert "bound by     compute: forward, backward" in text
     assert "300.0 ms" in text and "data 10 %" in text and "backward 60 %" in text
     assert "newest at step 50" in lines["commits"] and "0.40 s, 3.0 MiB" in lines["commits"]
     assert "1 worker failed" in text and "✕ failed" in text and "▲" not in text
