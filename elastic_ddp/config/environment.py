@@ -54,6 +54,11 @@ def _is_credential(name: str, value: str) -> bool:
     return False
 
 
+def hide_credentials(text: str) -> str:
+    """Returns text, such as an error message, without what stands before the host of a URI."""
+    return re.sub(r"://[^/?#\s@]+@", "://…@", text)
+
+
 def check_env(env: Any) -> Any:
     """Returns environment variables if Ray can set them and none is a credential. The error shows no value.
 

@@ -30,6 +30,9 @@ from elastic_ddp.config.storage_uri import check_storage_uri
 from elastic_ddp.errors import ConfigError
 
 RunName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=100)]
+LoggerNames = Annotated[
+    tuple[Literal["tensorboard", "wandb", "mlflow"], ...], Field(strict=False), AfterValidator(check_distinct)
+]
 
 IDENTITY = ("seed", "global_batch_size", "micro_batch_size", "reduction", "precision", "clip_grad_norm")
 """Settings that decide the weights' bits. A resumed run must keep them."""
@@ -217,9 +220,10 @@ class RunConfig(Settings):
     function are never retried, and three failures in a row at the same step always end the run."""
     log_every_steps: PositiveInt = 10
     """Number of steps between two writes of logged values to the ledger."""
-    loggers: Annotated[tuple[Literal["tensorboard"], ...], Field(strict=False), AfterValidator(check_distinct)] = ()
-    """Where the driver sends the values of each logged step, such as `["tensorboard"]`. Each step is logged once, in
-    order, also after failures and a resume. `tensorboard` writes to `<storage>/<name>/tensorboard`."""
+    loggers: LoggerNames = ()
+    """Where the driver sends the values of each logged step: any of `tensorboard`, `wandb` and `mlflow`. Each step is
+    logged once, in order, also after failures and a resume. See
+    [Monitoring](../guides/monitoring.md#tensorboard-wb-and-mlflow)."""
     resize_interval_s: Seconds = 5.0
     """Seconds between two checks whether the cluster can hold more workers, up to `max_workers`."""
     heartbeat_timeout_s: Annotated[Seconds, Field(ge=0.1)] = 5.0

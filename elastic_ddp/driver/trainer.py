@@ -43,7 +43,7 @@ from elastic_ddp.driver.node_access import check_nodes
 from elastic_ddp.driver.session import Session
 from elastic_ddp.errors import ConfigError, DataError, NonFiniteError, StorageError, TrainFunctionError
 from elastic_ddp.loggers.logger import Logger
-from elastic_ddp.loggers.run_loggers import open_loggers
+from elastic_ddp.loggers.run_loggers import RunLoggers, open_loggers
 from elastic_ddp.ray_internals import check_ray_version
 from elastic_ddp.ray_internals.nodes import draining_nodes
 from elastic_ddp.ray_internals.this_job import record_run, this_job
@@ -174,9 +174,10 @@ class ElasticTrainer:
     def fit(self) -> RunResult:
         """Trains until all steps are done, and returns the result.
 
-        An unfinished run of this name resumes from its newest commit. A finished one starts no worker: its result is
-        returned, unless the configuration asks for more steps. `fit` uses the Ray cluster at `RAY_ADDRESS` or on this
-        machine, and starts one on this machine if there is none.
+        An unfinished run of this name resumes from its newest commit. A finished one starts no worker, unless the
+        configuration asks for more steps: loggers get the steps that they lack, and its result is returned.
+
+        `fit` uses the Ray cluster at `RAY_ADDRESS` or on this machine, and starts one on this machine if there is none.
 
         Ctrl-C, SIGTERM or SIGHUP commits and stops the run at the next step boundary. A second Ctrl-C stops it at once.
 
@@ -212,6 +213,7 @@ class ElasticTrainer:
                     f"run {self.config.name!r} has finished its {getattr(self.config, unit)} {unit}. To resume it, "
                     f"raise {unit}; without that, edited settings and code have no effect."
                 )
+                self._complete_loggers(lease)
                 return result
             lease.acquire()
             resume_from = self._find_commit(job)
@@ -242,6 +244,15 @@ class ElasticTrainer:
                 return self._conclude(outcome, session, lease)
             finally:
                 session.finish_loggers(outcome["status"])
+
+    def _complete_loggers(self, lease: DriverLease) -> None:
+        """Sends the steps of a finished run to loggers that lack some, because they were away or are new."""
+        if self._loggers:
+            lease.acquire()
+            config, is_replaced = self.config.recorded(), lease.replaced.is_set
+            with RunLoggers(self._loggers, self._storage, lease.session, config, print_note, is_replaced) as loggers:
+                loggers.start()
+                loggers.finish("finished")
 
     def _create_job(self, session: str) -> Job:
         """Reads or builds the index of the data, and checks both against the record of the run."""

@@ -6,6 +6,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 
+from elastic_ddp.config.environment import hide_credentials
 from elastic_ddp.errors import format_exception
 from elastic_ddp.loggers.logger import LoggedRun, Logger
 from elastic_ddp.storage.storage import Storage
@@ -168,9 +169,10 @@ class Delivery:
 
     def _note_failure(self, error: BaseException) -> None:
         if self._failed_step is None:
+            reason = hide_credentials(format_exception(error)).splitlines()[0].rstrip(".")
             self._notify(
-                f"logger {self.name} failed, and training continues: {format_exception(error)}. The driver retries "
-                "it, and then sends the steps that it lacks"
+                f"logger {self.name} failed, and training continues: {reason:.400}. Check it; the driver "
+                "retries, and sends the steps that it lacks once it works"
             )
         self._failed_step = max(self._failed_step or 0, -1 if self.newest is None else self.newest)
 

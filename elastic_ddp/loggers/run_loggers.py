@@ -24,9 +24,11 @@ _ID = "loggers/id"
 """Object in the run's folder with its id."""
 
 _CLASSES = {
-    "tensorboard": ("tensorboardX", "elastic_ddp.loggers.tensorboard", "TensorBoardLogger"),
+    "mlflow": ("mlflow", "mlflow-skinny", "elastic_ddp.loggers.mlflow", "MlflowLogger"),
+    "tensorboard": ("tensorboardX", "tensorboardX", "elastic_ddp.loggers.tensorboard", "TensorBoardLogger"),
+    "wandb": ("wandb", "wandb", "elastic_ddp.loggers.wandb", "WandbLogger"),
 }
-"""The package that a logger of `RunConfig.loggers` needs, and its module and class."""
+"""For each logger of `RunConfig.loggers`: what it imports, the package to install, and its module and class."""
 
 
 def open_loggers(names: Iterable[str], objects: Sequence[Any]) -> dict[str, Logger]:
@@ -37,8 +39,8 @@ def open_loggers(names: Iterable[str], objects: Sequence[Any]) -> dict[str, Logg
     """
     loggers: dict[str, Logger] = {}
     for name in names:
-        package, module, class_name = _CLASSES[name]
-        if find_spec(package) is None:
+        imported, package, module, class_name = _CLASSES[name]
+        if find_spec(imported) is None:
             raise ConfigError(
                 f"loggers={name!r} needs a package that is not installed: pip install {package}, or remove it from "
                 "loggers"

@@ -63,7 +63,7 @@ class Failing(Keeper):
     def start(self, run: ed.LoggedRun) -> int | None:
         newest = super().start(run)
         if len(self.runs) < 3:
-            raise ConnectionError("the server is away")
+            raise ConnectionError("http://me:secret@host is away.\nRetry later")
         return newest
 
     def log(self, step: int, values: Mapping[str, float], time: float) -> None:
@@ -83,8 +83,8 @@ def test_a_logger_that_fails_gets_what_it_lacks_and_one_line_says_so(tmp_path: P
         this.loggers.finish("finished")
     assert failing.steps == healthy.steps == ALL
     assert this.notes[0] == (
-        "logger Failing0 failed, and training continues: ConnectionError: the server is away. The driver retries it, "
-        "and then sends the steps that it lacks"
+        "logger Failing0 failed, and training continues: ConnectionError: http://…@host is away. Check it; the driver "
+        "retries, and sends the steps that it lacks once it works"
     )
     assert this.notes[1:2] in ([], ["logger Failing0 works again"])
 

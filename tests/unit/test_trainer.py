@@ -20,8 +20,10 @@ from elastic_ddp import ElasticTrainer, RunConfig
 from elastic_ddp.driver.checks import check_capacity
 from elastic_ddp.errors import ConfigError, DataError, StorageError
 from elastic_ddp.storage.storage import Storage
+from elastic_ddp.telemetry.ledger import Ledger, read_ledger
 from elastic_ddp.worker.job import COMMITS
 from tests.single_rank_store import SingleRankStore
+from tests.unit.logged_runs import Keeper, session_events
 
 
 def takes_nothing() -> None: ...
@@ -186,6 +188,19 @@ def test_a_finished_run_says_what_to_raise_and_that_edits_have_no_effect(
         assert ElasticTrainer(takes_a_run, data, {**settings, **amount}).fit().steps == 16
         printed = " ".join(capsys.readouterr().err.split())
         assert f"has finished its {text}" in printed and "edited settings and code have no effect" in printed
+
+
+def test_a_finished_run_completes_loggers_that_lack_steps(tmp_path: Path) -> None:
+    settings = {"name": "run", "storage": str(tmp_path), "steps": 16, "global_batch_size": 8, "micro_batch_size": 8}
+    storage, keeper = Storage(tmp_path).at("run"), Keeper([(1, {})])
+    ledger = Ledger(storage, "20261120T101500Z-ffffff")
+    for event in session_events():
+        ledger.append(event)
+    ledger.close()
+    storage.write("summary.json", json.dumps({"status": "finished", "total_steps": 16}).encode())
+    ElasticTrainer(takes_a_run, {"x": np.zeros(64)}, settings, loggers=[keeper]).fit()
+    assert keeper.steps == [1, 2, 3, 4, 5, 6] and keeper.status == "finished"
+    assert len(read_ledger(storage)) == len(session_events())
 
 
 def test_a_run_whose_commits_lack_the_best_metric_names_those_that_they_have(
