@@ -6,6 +6,7 @@ No other module may use a private name of torch; `tests/unit/test_architecture.p
 from __future__ import annotations
 
 import datetime
+import os
 import threading
 import weakref
 from collections import OrderedDict
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch.autograd import profiler as autograd_profiler
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.utils.parametrizations import _SpectralNorm
 from torch.nn.utils.spectral_norm import SpectralNorm
@@ -283,3 +285,72 @@ def release_groups(mesh: DeviceMesh) -> None:
     Torch caches every mesh for the life of the process. Torch 2.11 may not have `DeviceMesh._pg_registry`.
     """
     getattr(mesh, "_pg_registry", {}).clear()
+
+
+class ProfilerSession:
+    """A session of `torch.profiler`, for one thread, which notices if another session replaces it.
+
+    Torch has one session at a time. To stop a session that another one has replaced stops the other one, and to export
+    it ends the process. So it takes over `torch.autograd.profiler._run_on_profiler_start`, which every start calls.
+    """
+
+    def __init__(self, *, use_cuda: bool, profile_memory: bool) -> None:
+        """Prepares the session, so that its first step is not slow. Raises RuntimeError if there is another one."""
+        if is_profiling():
+            raise RuntimeError("the training function uses torch.profiler itself at the moment")
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # otherwise torch 2.13 prints each start and stop
+        activities = [torch.profiler.ProfilerActivity.CPU]
+        activities += [torch.profiler.ProfilerActivity.CUDA] if use_cuda else []
+        self._profile = torch.profiler.profile(activities=activities, profile_memory=profile_memory)
+        self._profile.prepare_trace()
+        self._run_on_start: Callable[[], None] | None = None
+        """What torch calls when a session starts, while this one is recording."""
+        self._is_replaced = self._has_ended = False
+
+    def start(self) -> None:
+        """Starts to record. Raises RuntimeError if there is another session."""
+        if is_profiling():
+            raise RuntimeError("the training function has started torch.profiler itself")
+        self._profile.start_trace()
+        self._run_on_start = autograd_profiler._run_on_profiler_start
+        autograd_profiler._run_on_profiler_start = self._notice_another
+
+    def _notice_another(self) -> None:
+        assert self._run_on_start is not None
+        self._is_replaced = True
+        self._run_on_start()
+
+    def stop(self) -> bool:
+        """Stops recording. Returns False if another session has replaced this one, whose trace is lost."""
+        assert self._run_on_start is not None
+        autograd_profiler._run_on_profiler_start = self._run_on_start
+        self._has_ended = True
+        if not self._is_replaced:
+            self._profile.stop_trace()
+        return not self._is_replaced
+
+    def cancel(self) -> None:
+        """Ends the session without a trace, if it has not ended."""
+        if self._run_on_start is None and not is_profiling():
+            self.start()  # torch cannot end a session that it has only prepared
+        if self._run_on_start is not None and not self._has_ended:
+            self.stop()
+
+    def export(self, path: str) -> None:
+        """Writes the trace in Chrome's format; any thread may call it."""
+        self._profile.export_chrome_trace(path)
+
+
+def records_memory_history() -> bool:
+    """Returns whether the stacks of GPU allocations are recorded: `torch._C._cuda_isHistoryEnabled`."""
+    return torch._C._cuda_isHistoryEnabled()
+
+
+def record_memory_history(record: bool) -> None:
+    """Starts or ends the recording of GPU allocations with their stacks: `torch.cuda.memory._record_memory_history`."""
+    torch.cuda.memory._record_memory_history(enabled="all" if record else None)
+
+
+def dump_memory_snapshot(path: str) -> None:
+    """Writes what `record_memory_history` has recorded, for https://pytorch.org/memory_viz: `_dump_snapshot`."""
+    torch.cuda.memory._dump_snapshot(path)

@@ -28,6 +28,7 @@ from elastic_ddp.cli.events import events
 from elastic_ddp.cli.live_run import LiveRun, get_run
 from elastic_ddp.cli.output import console, format_time, plural, table
 from elastic_ddp.cli.phases import columns_of_ranks, describe_step
+from elastic_ddp.cli.profile import profile
 from elastic_ddp.cli.recorded_run import RecordedRun, RunLedger
 from elastic_ddp.cli.report import report
 from elastic_ddp.cli.run_summary import render
@@ -285,6 +286,7 @@ app.command()(events)
 app.command()(watch)
 app.command()(stacks)
 app.command()(report)
+app.command()(profile)
 
 
 def _load_function(reference: str, job: Path) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from os import PathLike
 from typing import Any
 
@@ -12,7 +12,7 @@ import ray
 
 from elastic_ddp.config.settings import MAX_DURATION_S
 from elastic_ddp.driver.cluster import RESUMES, connect
-from elastic_ddp.errors import ConfigError, ElasticDDPError
+from elastic_ddp.errors import ConfigError, ElasticDDPError, shorten
 from elastic_ddp.ray_internals.nodes import draining_nodes
 from elastic_ddp.rendezvous.actor import NAMESPACE, RENDEZVOUS_PREFIX, RendezvousHandle
 from elastic_ddp.storage.lease import find_holder
@@ -20,6 +20,7 @@ from elastic_ddp.storage.storage import Storage
 from elastic_ddp.telemetry import read_ledger, summarize
 from elastic_ddp.telemetry.stacks import stacks_of_answers
 
+MAX_PROFILED_STEPS = 20
 _POLL_S = 0.2
 _STACKS_WITHIN_S = 10.0
 """How long workers have to send their stacks; most need less than a second."""
@@ -197,6 +198,49 @@ class RunHandle:
         request, end = self._call("request_stacks"), time.monotonic() + _STACKS_WITHIN_S
         return stacks_of_answers(self._answers(request, end), _STACKS_WITHIN_S)
 
+    def profile(
+        self,
+        *,
+        num_steps: int = 5,
+        ranks: Sequence[int] | None = None,
+        memory: bool = False,
+        timeout_s: float = 600.0,
+    ) -> Mapping[str, Any]:
+        """Makes `torch.profiler` traces of the next steps of the run. Blocks until they are in the run's storage.
+
+        All ranks record the same steps. Training continues with the same bits, somewhat slower during these steps. If
+        workers join, leave or fail meanwhile, a rank's trace ends with the steps that are done.
+
+        Args:
+            num_steps: the number of steps, from 1 to 20.
+            ranks: the ranks to profile; None for all.
+            memory: whether to record the allocations of tensors, too. On a GPU this adds a memory snapshot for
+                https://pytorch.org/memory_viz.
+            timeout_s: how long to wait for the traces, in seconds.
+
+        Returns:
+            A dict with these keys:
+
+            - `uri`: the run's folder, in which the files are.
+            - `ranks`: a dict for each rank: `rank`, `node`, `pid`, `id`, and either `error`, the reason why there is no
+              trace, or `first_step`, `num_steps`, `ended_early` (why it has fewer steps, or None), `window_s`,
+              `compute_s`, `communication_s`, `overlap_s`, `idle_s`, `device`, `operators`, `memory` (see
+              `elastic_ddp.telemetry.trace.figures_of`), `peak_memory_bytes` (on a GPU of tensors, on a CPU of the
+              process), and `trace` and `snapshot`, the names of the files.
+
+        Raises:
+            ConfigError: an argument is out of range, or the run has no such rank.
+            ElasticDDPError: the run does not train at the moment.
+        """
+        status = self.status()
+        check_profile(self.name, [member["rank"] for member in status["members"]], num_steps, ranks, timeout_s)
+        if isinstance(request := self._call("request_profile", ranks, num_steps, memory), str):
+            raise ElasticDDPError(f"run {self.name!r} cannot be profiled: {request}. Try again when it trains.")
+        answers = self._answers(request, time.monotonic() + timeout_s)
+        silent = {"error": f"no trace within {timeout_s:g} s. Use a longer timeout_s, or fewer steps."}
+        facts = [{**worker, **(worker["answer"] or silent)} for worker in answers]
+        return {"uri": status["driver"]["uri"], "ranks": [_without(each, "answer") for each in facts]}
+
     def _answers(self, request: int, end: float) -> list[dict[str, Any]]:
         """Returns the answers of workers to a request, once all have come or at `end`; see `MemberRequests.answers`."""
         while True:
@@ -213,6 +257,26 @@ class RunHandle:
             return ray.get(getattr(self._rendezvous, method).remote(*arguments))
         except ray.exceptions.RayActorError as error:
             raise ElasticDDPError(f"run {self.name!r} has ended. `elastic-ddp show` shows how.") from error
+
+
+def check_profile(
+    run: str, known: Sequence[int], num_steps: int, ranks: Sequence[int] | None, timeout_s: float
+) -> None:
+    """Raises ConfigError if a run with the ranks `known` cannot be profiled in this way."""
+    if isinstance(num_steps, bool) or not isinstance(num_steps, int) or not 1 <= num_steps <= MAX_PROFILED_STEPS:
+        raise ConfigError(
+            f"num_steps={num_steps!r} is not an int from 1 to {MAX_PROFILED_STEPS}. A step can have tens of thousands "
+            "of events, which the worker holds in memory. 5 steps are enough for most questions."
+        )
+    if not 0 < timeout_s <= MAX_DURATION_S:
+        raise ConfigError(f"timeout_s={timeout_s:g} is not from 0 to {MAX_DURATION_S:g}. Use some multiple of a step.")
+    if ranks is not None and (not ranks or len({*ranks}) < len(ranks) or not {*ranks} <= {*known}):
+        names = shorten([*map(str, known)])
+        raise ConfigError(f"ranks={list(ranks)!r} are not different ranks of run {run!r}. Its ranks are now: {names}.")
+
+
+def _without(facts: Mapping[str, Any], name: str) -> dict[str, Any]:
+    return {key: value for key, value in facts.items() if key != name}
 
 
 def live_runs() -> list[str]:

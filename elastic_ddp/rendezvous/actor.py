@@ -23,7 +23,7 @@ from elastic_ddp.distributed.store import host_store
 from elastic_ddp.rendezvous.coordinator import Coordinator
 from elastic_ddp.rendezvous.hang import AT_THE_START, ActivityReport
 from elastic_ddp.rendezvous.heartbeat import HeartbeatServer
-from elastic_ddp.rendezvous.member_requests import MemberRequests
+from elastic_ddp.rendezvous.member_requests import MemberRequests, plan_profile
 from elastic_ddp.rendezvous.members import JoinRequest, Member
 from elastic_ddp.rendezvous.messages import (
     NO_SIGNALS,
@@ -355,6 +355,12 @@ class Rendezvous:
         async with self._locked() as coordinator:
             starting = coordinator.state.attempts.starting.values()
             return self._add_request(coordinator, all_workers(coordinator.membership, starting))
+
+    async def request_profile(self, ranks: list[int] | None, num_steps: int, memory: bool) -> int | str:
+        """Asks ranks, by default all, for traces of the next steps. Returns the request's number, or why that fails."""
+        async with self._locked() as coordinator:
+            plan = plan_profile(coordinator.membership, ranks, num_steps=num_steps, memory=memory)
+            return plan if isinstance(plan, str) else self._add_request(coordinator, *plan)
 
     def _add_request(self, coordinator: Coordinator, *arguments: Any) -> int:
         coordinator.state.member_requests += 1

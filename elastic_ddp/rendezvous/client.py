@@ -8,7 +8,9 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from dataclasses import replace
+from queue import SimpleQueue
 from typing import Any, cast
 
 import ray
@@ -51,6 +53,8 @@ class RendezvousClient:
         """What the training thread is doing; that thread updates it."""
         self._signals = Signals()
         self._generation = 0
+        self.profile_requests: SimpleQueue[MemberRequest] = SimpleQueue()
+        """Requests to profile steps."""
         self._received = 0
         """Number of the newest request to this worker."""
         self._abort: Callable[[], None] | None = None
@@ -68,6 +72,10 @@ class RendezvousClient:
     def report_crashes(self) -> None:
         """Makes a signal that ends this process, such as SIGSEGV, send the Python stacks to the rendezvous."""
         self._heartbeat.report_crashes()
+
+    def paused_heartbeats(self) -> AbstractContextManager[None]:
+        """A context in which native code may hold Python's lock for up to `heartbeat.IDLE_TIMEOUT_S`."""
+        return self._heartbeat.paused()
 
     @property
     def stop_requested(self) -> bool:
@@ -203,7 +211,10 @@ class RendezvousClient:
     def _receive_requests(self, requests: tuple[MemberRequest, ...]) -> None:
         for request in requests:
             self._received = request.number
-            self.answer(request.number, **self._stacks())
+            if request.profile is not None:
+                self.profile_requests.put(request)
+            else:
+                self.answer(request.number, **self._stacks())
 
     def _stacks(self) -> dict[str, Any]:
         return {"place": self.activity.now.place, "stacks": stacks()}

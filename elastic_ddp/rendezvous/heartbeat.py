@@ -14,8 +14,8 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Awaitable, Callable
-from contextlib import suppress
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager, suppress
 
 from elastic_ddp.distributed.sockets import exempt
 from elastic_ddp.rendezvous.user_place import describe_crash
@@ -33,6 +33,7 @@ REREAD_S = 0.1
 MAX_DUMP_BYTES = 1 << 16
 """How much of a crash's stacks is kept."""
 SILENT = "no heartbeat"
+_BEAT, _BUSY, _READY, _LEAVES = b".", b"<", b">", b"!"
 _STDERR = 2
 
 
@@ -96,7 +97,7 @@ class Heartbeat:
         """Sends heartbeats. Returns True once `stop` is called, False if the connection breaks."""
         with suppress(OSError):
             while not (ready := self._wait_for([self._stopped, self._connection.fileno()])):
-                self._connection.sendall(b".")
+                self._connection.sendall(_BEAT)
             return self._stopped in ready
         return False
 
@@ -106,6 +107,19 @@ class Heartbeat:
             poll.register(descriptor, select.POLLIN)
         return [descriptor for descriptor, _ in poll.poll(1000 * self._interval_s)]
 
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Tells the server that heartbeats may be late, up to `IDLE_TIMEOUT_S`: native code will hold Python's lock."""
+        self._tell(_BUSY)
+        try:
+            yield
+        finally:
+            self._tell(_READY)
+
+    def _tell(self, state: bytes) -> None:
+        with suppress(OSError):  # the connection is broken, and the server waits for another one
+            self._connection.sendall(state)
+
     def stop(self) -> None:
         """Ends the heartbeat and tells the server that the worker leaves."""
         os.write(self._stopping, b"!")
@@ -113,7 +127,7 @@ class Heartbeat:
         if self._reports_crashes:
             faulthandler.enable(_STDERR)
         with suppress(OSError):
-            self._connection.sendall(b"!")
+            self._connection.sendall(_LEAVES)
         self._connection.close()
         os.close(self._stopped)
         os.close(self._stopping)
@@ -123,7 +137,7 @@ class HeartbeatServer:
     """Receives the heartbeats of all workers, in the rendezvous.
 
     It calls `on_failure` with the id of a member without heartbeats for `timeout_s`, and how the member failed. The
-    timeout is at least `IDLE_TIMEOUT_S` for members that no other member waits for.
+    timeout is at least `IDLE_TIMEOUT_S` for members that no other member waits for, or whose heartbeats are paused.
     """
 
     def __init__(
@@ -165,7 +179,7 @@ class HeartbeatServer:
     async def _receive(self, member: str, reader: asyncio.StreamReader) -> str | None:
         """Reads heartbeats until they end. Returns how the member failed, or None if it left."""
         loop = asyncio.get_running_loop()
-        received_at, dump = loop.time(), b""
+        received_at, dump, is_busy = loop.time(), b"", False
         while True:
             begun_at = loop.time()
             try:
@@ -179,15 +193,19 @@ class HeartbeatServer:
                     async with asyncio.timeout(REREAD_S):
                         beats = await reader.read(1024)
             except TimeoutError:
-                timeout_s = self._timeout_s if self._is_awaited(member) else max(self._timeout_s, IDLE_TIMEOUT_S)
+                may_be_late = is_busy or not self._is_awaited(member)
+                timeout_s = max(self._timeout_s, IDLE_TIMEOUT_S) if may_be_late else self._timeout_s
                 if loop.time() - received_at < timeout_s:
                     continue
                 return f"{SILENT} for {timeout_s:g} s"
             except OSError as error:
                 return _exited(dump) if dump else f"its connection broke: {error}"
             received_at = loop.time()
-            dump = (dump + beats if dump else beats.lstrip(b"."))[:MAX_DUMP_BYTES]
-            if dump == b"!":
+            text = beats if dump else beats.lstrip(_BEAT + _BUSY + _READY)
+            if states := beats.removesuffix(text).replace(_BEAT, b""):
+                is_busy = states.endswith(_BUSY)
+            dump = (dump + text)[:MAX_DUMP_BYTES]
+            if dump == _LEAVES:
                 return None
             if not beats:
                 return _exited(dump)

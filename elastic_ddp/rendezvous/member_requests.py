@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from typing import Any
 
 from elastic_ddp.rendezvous.members import Member
+from elastic_ddp.rendezvous.membership import Membership
+from elastic_ddp.rendezvous.status import ranks_of
 
+PROFILES = "profiles"
+"""The folder of all traces, in the run's storage."""
 KEPT = 4
 """Number of newest requests whose answers are kept."""
 
@@ -17,7 +22,6 @@ class ProfileRequest:
     """A request to profile steps of a generation."""
 
     generation: int
-    rank: int
     num_ranks: int
     """Number of ranks that profile. They start at the same step."""
     num_steps: int
@@ -29,7 +33,7 @@ class ProfileRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class MemberRequest:
-    """A request to one member."""
+    """A request to members."""
 
     number: int
     profile: ProfileRequest | None = None
@@ -39,7 +43,8 @@ class MemberRequest:
 @dataclass
 class _Open:
     members: Sequence[tuple[int | None, Member]]
-    requests: Mapping[str, MemberRequest]
+    ids: frozenset[str]
+    request: MemberRequest
     answers: dict[str, Mapping[str, Any]] = field(default_factory=dict)
 
 
@@ -53,23 +58,21 @@ class MemberRequests:
         self,
         number: int,
         members: Sequence[tuple[int | None, Member]],
-        profile_of: Callable[[int | None], ProfileRequest | None] = lambda rank: None,
+        profile: ProfileRequest | None = None,
     ) -> None:
         """Adds a request to members, each with its rank. Numbers increase."""
-        requests = {member.id: MemberRequest(number=number, profile=profile_of(rank)) for rank, member in members}
-        self._open[number] = _Open(members, requests)
+        ids = frozenset(member.id for _, member in members)
+        self._open[number] = _Open(members, ids, MemberRequest(number=number, profile=profile))
         for oldest in sorted(self._open)[:-KEPT]:
             del self._open[oldest]
 
     def of(self, member: str, after: int) -> tuple[MemberRequest, ...]:
         """Returns the requests to a member that it has not received: those with numbers above `after`."""
-        return tuple(
-            each.requests[member] for number, each in self._open.items() if number > after and member in each.requests
-        )
+        return tuple(each.request for number, each in self._open.items() if number > after and member in each.ids)
 
     def answer(self, number: int, member: str, answer: Mapping[str, Any]) -> None:
         """Takes a member's answer: its facts, or an `error`. The first one counts."""
-        if (each := self._open.get(number)) is not None and member in each.requests:
+        if (each := self._open.get(number)) is not None and member in each.ids:
             each.answers.setdefault(member, answer)
 
     def answers(self, number: int, why_gone: Callable[[str], str | None]) -> list[dict[str, Any]] | None:
@@ -88,3 +91,23 @@ class MemberRequests:
             {"rank": rank, "node": member.node, "pid": member.pid, "id": member.id, "answer": answer_of(member.id)}
             for rank, member in each.members
         ]
+
+
+def plan_profile(
+    membership: Membership, ranks: Sequence[int] | None, *, num_steps: int, memory: bool
+) -> tuple[list[tuple[int, Member]], ProfileRequest] | str:
+    """Returns the members with these ranks, by default all, and a request to them; or why they cannot be asked."""
+    members = dict(ranks_of(membership))
+    chosen = list(members) if ranks is None else ranks
+    if not membership.is_training():
+        return "it does not train at the moment"
+    if missing := [rank for rank in chosen if rank not in members]:
+        return f"rank {missing[0]} has just left"
+    request = ProfileRequest(
+        generation=membership.generation,
+        num_ranks=len(chosen),
+        num_steps=num_steps,
+        memory=memory,
+        folder=f"{PROFILES}/{datetime.now(UTC):%Y%m%dT%H%M%SZ}",
+    )
+    return [(rank, members[rank]) for rank in chosen], request

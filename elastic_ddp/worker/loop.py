@@ -28,6 +28,7 @@ from elastic_ddp.worker.generation import Generation
 from elastic_ddp.worker.job import Job
 from elastic_ddp.worker.loss_scale import LossScale
 from elastic_ddp.worker.membership import RestartTraining, WorkerMembership
+from elastic_ddp.worker.profiling import MEMBERSHIP_CHANGES, StepProfiler
 from elastic_ddp.worker.state_checks import warn_about_batch_norm, warn_about_schedulers
 from elastic_ddp.worker.step import Step
 from elastic_ddp.worker.train_state import TrainState
@@ -45,6 +46,7 @@ class Loop:
         self.state = self._new_state()
         self.checkpointer = Checkpointer(job, client)
         self.membership = WorkerMembership(job, client, state=self.state, checkpointer=self.checkpointer, device=device)
+        self.profiler = StepProfiler(job.storage, client, device)
         self._step: Step | None = None
         self._warmup: WarmupStep | None = None
 
@@ -69,6 +71,7 @@ class Loop:
         Waits for the running save first. No rank restores an older commit meanwhile, because all wait for this worker.
         """
         self.client.activity.enter("start")
+        self.profiler.interrupt(MEMBERSHIP_CHANGES)
         self.membership.shut_down(save_within_s=math.inf)
         self.checkpointer.restart()
         self.state, self._step, self._warmup = self._new_state(), None, None
@@ -87,6 +90,7 @@ class Loop:
             self.state.record_prepared()
         while True:
             if membership.generation is None:
+                self.profiler.interrupt(MEMBERSHIP_CHANGES)
                 if not membership.holds_state and (warmup := membership.warm_up()) is not None:
                     self._warmup = warmup
                     yield warmup
@@ -95,6 +99,7 @@ class Loop:
                 self._warn()
             generation, index = membership.generation, self.state.position.step
             assert generation is not None
+            self.profiler.begin_step(index, generation.number)
             if index >= self.job.total_steps:
                 return
             config = self.job.config
@@ -131,13 +136,15 @@ class Loop:
             if text is not None:
                 self.client.record(Warned(text=text))
 
-    def _votes(self) -> dict[str, bool]:
+    def _votes(self) -> dict[str, int]:
         """Returns this rank's votes. Rank 0 decides on a commit or a stop; membership changes when all ranks agree."""
         steps_done = self.state.position.step + 1
         reconfigure = self.membership.is_ready_to_change(steps_done)
         if self.state.is_sharded and self.checkpointer.schedule.in_backoff:
             reconfigure = False  # sharded ranks commit before a change, and the last save has just failed
-        votes = {"reconfigure": reconfigure, "saving": self.checkpointer.is_saving}
+        generation = self.membership.generation
+        profile = 0 if generation is None else self.profiler.vote(generation.number, self.rank)
+        votes = {"reconfigure": reconfigure, "saving": self.checkpointer.is_saving, "profile": profile}
         if self.rank == 0:
             votes["commit"] = self.checkpointer.schedule.should_commit(steps_done)
             votes["stop"] = self.client.stop_requested
@@ -152,6 +159,7 @@ class Loop:
         if membership.generation is not step.generation:
             return None
         self.client.activity.begin(f"the end of step {step.index}")
+        self.profiler.step_done(step.agreed.votes["profile"])
         try:
             self._apply_agreement(step)
             more_steps = more_steps and self.state.position.step < self.job.total_steps

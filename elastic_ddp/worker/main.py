@@ -179,6 +179,7 @@ def _close(loop: Loop, outcome: Outcome | None, failure: str | None) -> str | No
         loop.membership.leave(intact=True)
         loop.client.end(**outcome)  # every worker reports, because rank 0 may fail before it does
     loop.membership.shut_down(save_within_s=loop.job.config.drain_deadline_s)
+    loop.profiler.close()
     return failure
 
 

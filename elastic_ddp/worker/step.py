@@ -58,7 +58,7 @@ class Step:
         generation: Generation,
         rows: np.ndarray,
         epoch: int,
-        votes: Callable[[], dict[str, bool]],
+        votes: Callable[[], dict[str, int]],
         *,
         is_logged: bool = False,
     ) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -98,6 +100,16 @@ def test_a_live_run_serves_all_requests(undisturbed: Mapping[str, Any], connecte
         assert step > 20
         assert handle.status()["last_commit"] == step
         assert (folder / "runs" / NAME / "checkpoints" / "commits" / f"{step}.json").exists()
+
+        with ThreadPoolExecutor() as pool:
+            profiling = pool.submit(handle.profile, num_steps=2, ranks=[0, 2])
+            while not profiling.done():
+                handle.checkpoint()  # lets the run make a step
+        first, other = profiling.result()["ranks"]
+        assert (first["rank"], other["rank"]) == (0, 2) and first["first_step"] == other["first_step"]
+        for rank in (first, other):
+            assert rank["num_steps"] == 2 and rank["communication_s"] > 0 and rank["compute_s"] > 0
+            assert json.loads(gzip.decompress((folder / "runs" / NAME / rank["trace"]).read_bytes()))["traceEvents"]
 
         command(cluster, "resize", NAME, "1")
         until(lambda: holds_with(1)(handle.status()), run)

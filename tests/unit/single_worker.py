@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from queue import SimpleQueue
 from typing import Any, Literal
 
 import numpy as np
@@ -20,6 +22,7 @@ from elastic_ddp.data.user_calls import describe_rows
 from elastic_ddp.distributed.process_group import Assignment
 from elastic_ddp.errors import ConfigError
 from elastic_ddp.rendezvous.hang import Activity
+from elastic_ddp.rendezvous.member_requests import MemberRequest
 from elastic_ddp.rendezvous.messages import PlannedAssignment
 from elastic_ddp.telemetry.event import Event
 from elastic_ddp.worker.generation import Generation
@@ -45,6 +48,9 @@ class FakeClient:
         self.same_members = True
         """Whether each generation has the members of the one before."""
         self.activity = Activity()
+        self.profile_requests: SimpleQueue[MemberRequest] = SimpleQueue()
+        self.answers: list[tuple[int, dict[str, Any]]] = []
+        """The numbers of requests, and what this worker has answered."""
         self.events: list[dict[str, Any]] = []
         self.joins: list[tuple[int | None, bool]] = []
         """The step of the state, and whether the worker was between steps, of each request to join."""
@@ -96,6 +102,12 @@ class FakeClient:
         self.events.append(event.to_json())
 
     def progress(self, **newest: Any) -> None: ...
+
+    def paused_heartbeats(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def answer(self, number: int, **answer: Any) -> None:
+        self.answers.append((number, answer))
 
     def on_failure(self, cut: Callable[[], None] | None) -> None: ...
 

@@ -315,6 +315,37 @@ def test_a_worker_that_has_not_joined_has_a_longer_timeout(monkeypatch: pytest.M
     run_server(SHORT_S, scenario)
 
 
+def test_paused_heartbeats_may_be_late_until_they_continue(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Native code may hold the interpreter lock."""
+    monkeypatch.setattr("elastic_ddp.rendezvous.heartbeat.IDLE_TIMEOUT_S", 4 * SHORT_S)
+
+    async def scenario(receiver: Receiver, address: tuple[str, int]) -> None:
+        begun = time.monotonic()
+        paused, ready = await connected(address, "paused"), await connected(address, "ready")
+        paused.write(b"..<.")
+        ready.write(b".<..>")
+        assert await receiver.until_failed() == [("ready", f"no heartbeat for {SHORT_S:g} s")]
+        assert (await receiver.until_failed(2))[1] == ("paused", f"no heartbeat for {4 * SHORT_S:g} s")
+        assert time.monotonic() - begun >= 4 * SHORT_S
+
+    run_server(SHORT_S, scenario)
+
+
+def test_a_worker_tells_that_its_heartbeats_pause_and_continue() -> None:
+    listener = socket.create_server((HOST, 0))
+    heartbeat = Heartbeat(listener.getsockname, "worker", LONG_S)
+    connection, _ = listener.accept()
+    with heartbeat.paused():
+        pass
+    heartbeat.stop()
+    received = b""
+    while data := connection.recv(64):
+        received += data
+    assert received == b"worker\n<>!"
+    connection.close()
+    listener.close()
+
+
 def test_a_starting_worker_finds_a_restarted_rendezvous() -> None:
     async def scenario(receiver: Receiver, address: tuple[str, int]) -> None:
         with socket.create_server((HOST, 0)) as gone:

@@ -1,0 +1,106 @@
+"""`TraceRecording`: records what a worker does with `torch.profiler`, and stores the trace and figures from it."""
+
+from __future__ import annotations
+
+import json
+import resource
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from elastic_ddp.telemetry import trace as trace_program
+from elastic_ddp.torch_internals import (
+    ProfilerSession,
+    dump_memory_snapshot,
+    record_memory_history,
+    records_memory_history,
+)
+
+if TYPE_CHECKING:
+    from elastic_ddp.storage.storage import Storage
+
+FIGURES_WITHIN_S = 300.0
+"""How long the program that reads a trace may take."""
+_KIB = 1024
+_TRACE, _COMPRESSED, _SNAPSHOT = "trace.json", "trace.json.gz", "memory.pickle"
+
+
+class TraceRecording:
+    """One recording. Call `start`, and `stop` or `cancel`, in the training thread, and then `export` and `store`.
+
+    Args:
+        device: the worker's device. The trace of a GPU has its kernels.
+        memory: whether to record allocations; on a GPU, also the stacks of all allocations, for a memory snapshot.
+
+    Raises:
+        RuntimeError: this process uses torch.profiler already.
+    """
+
+    def __init__(self, device: torch.device, *, memory: bool) -> None:
+        self._on_gpu, self._device = device.type == "cuda", device
+        self._makes_snapshot = memory and self._on_gpu
+        self._records_history = self._makes_snapshot and not records_memory_history()  # the user may record it
+        self._folder = tempfile.TemporaryDirectory(prefix="elastic_ddp-profile-")
+        self._facts: dict[str, Any] = {}
+        self._session = ProfilerSession(use_cuda=self._on_gpu, profile_memory=memory)
+
+    def start(self) -> None:
+        """Starts to record. Raises RuntimeError if this process uses torch.profiler itself."""
+        self._session.start()
+        if self._records_history:
+            record_memory_history(True)
+
+    def stop(self) -> None:
+        """Stops recording. Raises RuntimeError if another use of torch.profiler has replaced the recording."""
+        try:
+            if not self._session.stop():
+                raise RuntimeError("the training function has used torch.profiler itself")
+            if self._makes_snapshot:
+                dump_memory_snapshot(str(self._path(_SNAPSHOT)))
+        finally:
+            if self._records_history:
+                record_memory_history(False)
+        self._facts = {"peak_memory_bytes": self._peak_memory()}
+
+    def cancel(self) -> None:
+        """Ends the recording without a trace, wherever it is."""
+        self._session.cancel()
+        if self._records_history:
+            record_memory_history(False)
+
+    def _peak_memory(self) -> int:
+        """The most memory that tensors have used on a GPU, as `torch.cuda` has it; on a CPU, that this process has."""
+        if self._on_gpu:
+            return torch.cuda.max_memory_allocated(self._device)
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _KIB
+
+    def export(self) -> None:
+        """Writes the trace to a local file. Torch holds Python's lock meanwhile."""
+        self._session.export(str(self._path(_TRACE)))
+
+    def store(self, storage: Storage, prefix: str, facts: dict[str, Any]) -> dict[str, Any]:
+        """Stores the trace, a memory snapshot, and figures with these `facts`. Returns the figures with the keys.
+
+        A program in another process reads and compresses the trace, since that would take Python's lock for long.
+        """
+        files = str(self._path(_TRACE)), str(self._path(_COMPRESSED))
+        program = [sys.executable, "-I", "-S", trace_program.__file__, *files]
+        output = subprocess.run(program, capture_output=True, check=True, timeout=FIGURES_WITHIN_S).stdout
+        figures = facts | json.loads(output) | self._facts | {"trace": f"{prefix}.json.gz", "snapshot": None}
+        storage.write(f"{prefix}.json.gz", self._path(_COMPRESSED).read_bytes())
+        if self._makes_snapshot:
+            figures["snapshot"] = f"{prefix}-memory.pickle"
+            storage.write(f"{prefix}-memory.pickle", self._path(_SNAPSHOT).read_bytes())
+        storage.write(f"{prefix}-figures.json", json.dumps(figures, indent=1).encode())
+        return figures
+
+    def close(self) -> None:
+        """Deletes the local files."""
+        self._folder.cleanup()
+
+    def _path(self, name: str) -> Path:
+        return Path(self._folder.name, name)
