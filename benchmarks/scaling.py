@@ -19,6 +19,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,7 @@ import torch  # noqa: E402
 from gpt import GPT, next_byte_loss  # noqa: E402
 from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
-from steps import describe_machine  # noqa: E402
+from steps import busy_seconds, describe_machine, processes_below  # noqa: E402
 
 import elastic_ddp as ed  # noqa: E402
 from elastic_ddp.storage.storage import Storage  # noqa: E402
@@ -86,12 +87,21 @@ def measure(folder: Path, setting: dict[str, Any]) -> dict[str, Any]:
     """Runs one world size. Returns its row of `scaling`, with the global batch size."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(FOLDERS), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, __file__, "--fit", str(folder), "--setting", json.dumps(setting)]
+    began, busy, own_s = time.monotonic(), busy_seconds(), 0.0
     with (folder / "log").open("w") as log:
-        done = subprocess.run(command, cwd=folder, env=environment, stdout=log, stderr=log)
-    if done.returncode != 0:
+        driver = subprocess.Popen(command, cwd=folder, env=environment, stdout=log, stderr=log)
+    while driver.poll() is None:
+        own_s = max(own_s, sum(processes_below(driver.pid).values()))
+        time.sleep(0.2)
+    foreign_s = busy_seconds() - busy - own_s
+    if driver.returncode != 0:
         raise SystemExit(f"{setting['workers']} workers: the run failed:\n{(folder / 'log').read_text()[-4000:]}")
     (row,) = scaling(read_ledger(Storage(str(folder / "runs" / setting["name"]))))
-    return {**row, "global_batch_size": MICRO_BATCH_SIZE[setting["gpu"]] * setting["micro_batches"]}
+    return {
+        **row,
+        "global_batch_size": MICRO_BATCH_SIZE[setting["gpu"]] * setting["micro_batches"],
+        "foreign_share": max(0.0, foreign_s / (os.cpu_count() or 1) / (time.monotonic() - began)),
+    }
 
 
 def with_speed_up(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -112,13 +122,14 @@ def print_table(results: dict[str, Any]) -> None:
     console.print(f"{results['model']}; {results['mode']} scaling, {results['reduction']}")
     console.print(f"{results['machine']}")
     table = Table()
-    for heading in ("workers", "global batch", "samples/s", "per worker", "speed-up", "efficiency"):
+    for heading in ("workers", "global batch", "samples/s", "per worker", "speed-up", "efficiency", "others"):
         table.add_column(heading, justify="right", no_wrap=True)
     for row in results["rows"]:
         rates = [f"{row['samples_per_s']:.1f}", f"{row['samples_per_s_per_worker']:.1f}"]
-        ratios = [f"{row['speed_up']:.2f}", f"{row['efficiency']:.0%}"]
+        ratios = [f"{row['speed_up']:.2f}", f"{row['efficiency']:.0%}", f"{row['foreign_share']:.0%}"]
         table.add_row(str(row["world_size"]), str(row["global_batch_size"]), *rates, *ratios)
     console.print(table)
+    console.print("others: the share of the machine's CPUs that other programs used meanwhile; repeat above 5 %")
 
 
 def plot(results: dict[str, Any], file: Path) -> None:

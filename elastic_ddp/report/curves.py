@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,14 +13,23 @@ from elastic_ddp.report.figure import (
     hover_end,
     of_run,
     panels,
+    stacked,
     thin,
     time_panels,
     time_unit,
     y_axis,
 )
-from elastic_ddp.report.history import History, Point
+from elastic_ddp.report.history import History, Measurement, Point
 
-PHASE_COLORS = ("#e08214", "#3b78c2", "#7fb2e5", "#d4a72c", "#2a9d6e", "#9a9a9a", "#a05cc4", "#c2476b")
+PHASE_COLORS = {
+    "data": "#e08214",
+    "forward": "#3b78c2",
+    "backward": "#7fb2e5",
+    "communication": "#d4a72c",
+    "optimizer": "#2a9d6e",
+}
+"""Other phases are gray."""
+_MAX_METRICS = 12
 
 
 def metrics(histories: Sequence[History]) -> Chart | None:
@@ -30,7 +38,8 @@ def metrics(histories: Sequence[History]) -> Chart | None:
     found = ["loss"] if any(point.loss is not None for point in points) else []
     for history in histories:
         found += [name for point in (*history.evaluations, *history.points) for name in point.metrics]
-    names = list(dict.fromkeys(found))
+    names = list(dict.fromkeys(found))[:_MAX_METRICS]
+    left_out = len(set(found)) - len(names)
     data: list[dict[str, Any]] = []
     for row, name in enumerate(names):
         for index, history in enumerate(histories):
@@ -55,98 +64,91 @@ def metrics(histories: Sequence[History]) -> Chart | None:
             )
     if not names:
         return None
-    return Chart(title="Loss and metrics", caption="", data=data, layout=panels(names, "step"))
+    caption = f"{left_out} more metrics are not shown." if left_out else ""
+    return Chart(title="Loss and metrics", caption=caption, data=data, layout=panels(names, "step"))
 
 
 def phases(histories: Sequence[History]) -> Chart | None:
     """Where the time of a step goes, and how much longer the slowest rank works than the median."""
-    size, _ = time_unit(histories)
-    with_phases = [history for history in histories if history.measurements]
-    names = list(
-        dict.fromkeys(name for each in with_phases for point in each.measurements for name in point.event.phases)
-    )
-    if not names:
+    rows = [
+        ("ms per step" if len(histories) == 1 else f"{history.label}: ms per step", _areas(history, histories))
+        for history in histories
+    ]
+    slowdowns = _measured(histories, "slowdown", 1.0, "%{y:.2f} × the median: rank %{text}")
+    slowdowns = [{**trace, "showlegend": False} for trace in slowdowns]
+    titles, data = stacked(*rows, ("work of the slowest rank, × the median", slowdowns))
+    if not titles:
         return None
-    data: list[dict[str, Any]] = []
-    titles: list[str] = []
-    for history in with_phases:
-        points = history.measurements
-        for index, name in enumerate(names):
-            data.append(
-                {
-                    "name": escape(name.replace("_", " ")),
-                    "legendgroup": escape(name),
-                    "showlegend": history is with_phases[0],
-                    "mode": "lines",
-                    "stackgroup": f"run {len(titles)}",
-                    "line": {"width": 0.5, "color": PHASE_COLORS[index % len(PHASE_COLORS)]},
-                    "yaxis": y_axis(len(titles)),
-                    "x": [point.at / size for point in points],
-                    "y": [1000 * point.event.phases.get(name, 0.0) for point in points],
-                    "text": [f"step {point.event.step:,}" for point in points],
-                    "hovertemplate": f"{escape(name.replace('_', ' '))} %{{y:,.1f}} ms, %{{text}}<extra></extra>",
-                }
-            )
-        titles.append("ms per step" if len(histories) == 1 else f"{history.label}: ms per step")
-    ratios = [_straggling(history, index, histories, size) for index, history in enumerate(histories)]
-    if any(trace["x"] for trace in ratios):
-        data += [{**trace, "yaxis": y_axis(len(titles))} for trace in ratios]
-        titles.append("work of the slowest rank, of the median")
-    caption = "Averages over ranks. Work is all but communication; if it takes one rank longer, the others wait for it."
+    named: set[str] = set()
+    for trace in data:  # each phase once in the legend
+        trace["showlegend"] = "stackgroup" in trace and trace["name"] not in named
+        named.add(trace["name"])
+    verdicts = [
+        f"{f'{history.label}: ' if len(histories) > 1 else ''}The last steps are bound by {verdict['kind']}: "
+        f"{verdict['reason']} {verdict['advice']}"
+        for history in histories
+        if (verdict := history.summary["bottleneck"]) is not None
+    ]
+    caption = " ".join(["Averages over ranks. Other ranks wait for the slowest in communication.", *verdicts])
     return Chart(title="Phases of a step", caption=caption, data=data, layout=time_panels(titles, histories))
 
 
-def _straggling(history: History, index: int, histories: Sequence[History], size: float) -> dict[str, Any]:
-    points = [point for point in history.measurements if len(point.event.work_s) > 1 and min(point.event.work_s) > 0]
-    slowest = [max(range(len(point.event.work_s)), key=point.event.work_s.__getitem__) for point in points]
-    ratios = [max(point.event.work_s) / statistics.median(point.event.work_s) for point in points]
-    return {
-        **of_run(histories, index),
-        "showlegend": False,
-        "mode": "lines",
-        "x": [point.at / size for point in points],
-        "y": ratios,
-        "text": [f"rank {rank} at step {point.event.step:,}" for rank, point in zip(slowest, points, strict=True)],
-        "hovertemplate": "%{y:.2f} × the median: %{text}" + hover_end(histories),
-    }
+def _areas(history: History, histories: Sequence[History]) -> list[dict[str, Any]]:
+    """The phases of one run, stacked; none between two sessions."""
+    size, _ = time_unit(histories)
+    points: list[tuple[Measurement, float]] = []
+    for each in history.measurements:
+        if points and points[-1][0].session != each.session:
+            points += [(points[-1][0], 0.0), (each, 0.0)]
+        points.append((each, 1000.0))
+    return [
+        {
+            "name": escape(name.replace("_", " ")),
+            "legendgroup": escape(name),
+            "mode": "lines",
+            "stackgroup": escape(history.label),
+            "line": {"width": 0.5, "color": PHASE_COLORS.get(name, "#9a9a9a")},
+            "x": [each.at / size for each, _ in points],
+            "y": [factor * each.phases.get(name, 0.0) for each, factor in points],
+            "text": [f"step {each.step:,}" for each, _ in points],
+            "hovertemplate": f"{escape(name.replace('_', ' '))} %{{y:,.1f}} ms, %{{text}}<extra></extra>",
+        }
+        for name in dict.fromkeys(name for each in history.measurements for name in each.phases)
+    ]
 
 
 def gpus(histories: Sequence[History]) -> Chart | None:
     """Memory of the fullest GPU, and the mean utilization."""
-    size, _ = time_unit(histories)
-    data: list[dict[str, Any]] = []
-    titles: list[str] = []
-    for title, value, hover in (
-        ("peak memory (GiB)", _memory, "%{y:.2f} GiB"),
-        ("utilization (%)", _utilization, "%{y:.0f} %"),
-    ):
-        traces = []
-        for index, history in enumerate(histories):
-            known = [(point, y) for point in history.measurements if (y := value(point.event)) is not None]
-            trace = {**of_run(histories, index), "mode": "lines", "yaxis": y_axis(len(titles))}
-            trace |= {"x": [point.at / size for point, _ in known], "y": [y for _, y in known]}
-            trace |= {"showlegend": not titles and len(histories) > 1, "hovertemplate": hover + hover_end(histories)}
-            traces += [trace] if known else []
-        if traces:
-            titles.append(title)
-            data += traces
-    if not data:
+    memory = _measured(histories, "memory_bytes", 2.0**-30, "%{y:.2f} GiB")
+    utilization = _measured(histories, "utilization", 100.0, "%{y:.0f} %")
+    titles, data = stacked(("peak memory (GiB)", memory), ("utilization (%)", utilization))
+    if not titles:
         return None
+    named: set[str] = set()
+    for trace in data:
+        trace["showlegend"] = len(histories) > 1 and trace["name"] not in named
+        named.add(trace["name"])
     layout = time_panels(titles, histories)
     for row, title in enumerate(titles):
         layout[y_axis(row).replace("y", "yaxis")] |= {"range": [0, 100]} if "%" in title else {"rangemode": "tozero"}
-    return Chart(
-        title="GPUs",
-        caption="Memory: of the rank with the most. Utilization: mean of the ranks.",
-        data=data,
-        layout=layout,
-    )
+    caption = "Memory: of the rank with the most. Utilization: mean of the ranks."
+    return Chart(title="GPUs", caption=caption, data=data, layout=layout)
 
 
-def _memory(event: Any) -> float | None:
-    return max(event.memory_bytes) / 2**30 if event.memory_bytes else None
-
-
-def _utilization(event: Any) -> float | None:
-    known = [share for share in event.utilization or () if share is not None]
-    return 100 * statistics.fmean(known) if known else None
+def _measured(histories: Sequence[History], name: str, factor: float, hover: str) -> list[dict[str, Any]]:
+    """One line over time for each run that has measured this value."""
+    size, _ = time_unit(histories)
+    traces = []
+    for index, history in enumerate(histories):
+        known = broken([each for each in history.measurements if getattr(each, name) is not None])
+        traces.append(
+            {
+                **of_run(histories, index),
+                "mode": "lines" if len(known) > 1 else "markers",
+                "x": [None if each is None else each.at / size for each in known],
+                "y": [None if each is None else factor * getattr(each, name) for each in known],
+                "text": ["" if each is None else f"{each.slowest_rank} at step {each.step:,}" for each in known],
+                "hovertemplate": hover + hover_end(histories),
+            }
+        )
+    return traces

@@ -9,10 +9,12 @@ from __future__ import annotations
 import html
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from elastic_ddp.errors import printable
-from elastic_ddp.report.history import History, Point
+from elastic_ddp.report.history import History, Measurement, Point
+
+P = TypeVar("P", Point, Measurement)
 
 RUN_COLORS = ("#3b78c2", "#e08214", "#2a9d6e", "#a05cc4", "#c2476b", "#7a8a2b", "#1f9bb5", "#9c6b4a")
 FAILED_COLOR = "#d62728"
@@ -50,6 +52,7 @@ def over_time(
     histories: Sequence[History],
 ) -> dict[str, Any]:
     return {
+        "mode": "lines" if len(points) > 1 else "markers",
         "x": [None if point is None else point.at / size for point in points],
         "y": [None if point is None else value(point) for point in points],
         "text": ["" if point is None else f"step {point.step:,}" for point in points],
@@ -75,9 +78,9 @@ def thin(points: list[Point], value: Callable[[Point], float | None]) -> list[Po
     return kept
 
 
-def broken(points: Iterable[Point]) -> list[Point | None]:
+def broken(points: Iterable[P]) -> list[P | None]:
     """Returns the points, with None where a session follows another."""
-    result: list[Point | None] = []
+    result: list[P | None] = []
     session: int | None = None
     for point in points:
         if session not in (None, point.session):
@@ -90,6 +93,17 @@ def broken(points: Iterable[Point]) -> list[Point | None]:
 def time_unit(histories: Sequence[History]) -> tuple[float, str]:
     longest_s = max((history.seconds for history in histories), default=0.0)
     return next((size, unit) for at_least, size, unit in _UNITS if longest_s >= at_least)
+
+
+def stacked(*rows: tuple[str, list[dict[str, Any]]]) -> tuple[list[str], list[dict[str, Any]]]:
+    """Returns the titles of the panels that have values, and their traces. Plotly draws an empty panel with errors."""
+    titles: list[str] = []
+    data: list[dict[str, Any]] = []
+    for title, traces in rows:
+        if shown := [trace for trace in traces if any(value is not None for value in trace["y"])]:
+            data += [{**trace, "yaxis": y_axis(len(titles))} for trace in shown]
+            titles.append(title)
+    return titles, data
 
 
 def panels(titles: Sequence[str], x_title: str) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -25,6 +26,7 @@ from elastic_ddp.telemetry.events import (
 from elastic_ddp.telemetry.sessions import Session, moment, read_sessions
 from elastic_ddp.telemetry.summary import summarize
 
+_MAX_MEASUREMENTS = 500
 Kind = Literal["joined", "lost", "drained", "left", "resumed", "hang", "failed"]
 
 
@@ -66,11 +68,20 @@ class Save:
 
 @dataclass(frozen=True, kw_only=True)
 class Measurement:
-    """The phases of a step at one time, see `PhasesMeasured`."""
+    """What ranks measured about some steps, see `PhasesMeasured`. Facts that are not known are None."""
 
     session: int
     at: float
-    event: PhasesMeasured
+    step: int
+    phases: Mapping[str, float]
+    """Seconds of each phase in one step."""
+    slowest_rank: int | None = None
+    slowdown: float | None = None
+    """Work of the slowest rank for one of its micro-batches, relative to the median of ranks."""
+    memory_bytes: int | None = None
+    """Of the rank with the most."""
+    utilization: float | None = None
+    """Mean of the ranks, from 0 to 1."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,7 +118,6 @@ def read_history(events: Iterable[Event]) -> History:
     summary = summarize(events)
     clock = _Clock(read_sessions(events))
     started = [event for event in events if isinstance(event, SessionStarted)]
-    measured = [event for event in events if isinstance(event, PhasesMeasured)]
     return History(
         label=str(summary["name"] or "run"),
         summary=summary,
@@ -121,7 +131,7 @@ def read_history(events: Iterable[Event]) -> History:
             if isinstance(event, EvaluationFinished) and (value := finite(event.loss)) is not None
         ],
         saves=[_save(event, clock) for event in events if isinstance(event, CommitSucceeded | CommitFailed)],
-        measurements=[Measurement(session=clock.session(each), at=clock.at(each), event=each) for each in measured],
+        measurements=_merged([_measurement(event, clock) for event in events if isinstance(event, PhasesMeasured)]),
     )
 
 
@@ -208,6 +218,8 @@ class _Marks:
         self._size = 0
         self._members: set[tuple[Any, Any]] = set()
         """Node and process id of each member of the generation."""
+        self._since_formed = 0
+        """Number of marks before the generation formed."""
         self._gone: dict[tuple[str, int, Kind], set[str]] = {}
         """Ids of workers that failed or left, by session, generation and mark."""
 
@@ -221,6 +233,7 @@ class _Marks:
                     where = "the start" if event.resumed_from_step is None else f"step {event.resumed_from_step:,}"
                     pause = duration(self._clock.pause_s(number))
                     self._add("resumed", event, f"resumed from {where}, {pause} after the session before")
+                self._since_formed = len(self.found)
             case GenerationFormed():
                 self._form(event)
             case StepsCompleted():
@@ -240,9 +253,14 @@ class _Marks:
         members = {(member.get("node"), member.get("pid")) for member in event.members}
         joined = len(members - self._members) if self._members else 0
         self._size, self._members = event.world_size, members
-        self._step = self._step if event.first_step is None else event.first_step
+        if event.first_step is not None:
+            self._step = event.first_step
+            # Steps are logged now and then only; the next generation starts at the step where the workers left.
+            changed = self.found[self._since_formed :]
+            self.found[self._since_formed :] = [replace(mark, step=event.first_step) for mark in changed]
         if joined:
             self._add("joined", event, f"{counted(joined, 'worker')} joined: {self._size:,} train now")
+        self._since_formed = len(self.found)
 
     def _remove(self, kind: Kind, event: WorkerFailed | WorkerLeft, member: str, why: str) -> None:
         gone = self._gone.setdefault((event.session, event.generation, kind), set())
@@ -266,6 +284,47 @@ def _point(event: StepsCompleted, clock: _Clock) -> Point:
     return Point(
         session=session, at=at, step=event.step, loss=finite(event.loss), samples=event.samples, metrics=metrics
     )
+
+
+def _measurement(event: PhasesMeasured, clock: _Clock) -> Measurement:
+    counts = event.micro_batches or [1] * len(event.work_s)
+    work_s = [seconds / count for seconds, count in zip(event.work_s, counts, strict=False) if seconds and count]
+    work_s = work_s if len(work_s) == len(event.work_s) > 1 else []
+    known = [share for share in event.utilization or () if share is not None]
+    return Measurement(
+        session=clock.session(event),
+        at=clock.at(event),
+        step=event.step,
+        phases=event.phases,
+        slowest_rank=max(range(len(work_s)), key=work_s.__getitem__) if work_s else None,
+        slowdown=max(work_s) / statistics.median(work_s) if work_s else None,
+        memory_bytes=max(event.memory_bytes) if event.memory_bytes else None,
+        utilization=statistics.fmean(known) if known else None,
+    )
+
+
+def _merged(measurements: list[Measurement]) -> list[Measurement]:
+    """Returns at most `_MAX_MEASUREMENTS`: neighbors become one, with their mean phases and the slowest rank of all."""
+    width = -(-len(measurements) // _MAX_MEASUREMENTS)
+    if width <= 1:
+        return measurements
+    merged = []
+    for begin in range(0, len(measurements), width):
+        part = measurements[begin : begin + width]
+        names = dict.fromkeys(name for each in part for name in each.phases)
+        worst = max(part, key=lambda each: each.slowdown or 0.0)
+        used = [each.utilization for each in part if each.utilization is not None]
+        merged.append(
+            replace(
+                part[-1],
+                phases={name: statistics.fmean(each.phases.get(name, 0.0) for each in part) for name in names},
+                slowest_rank=worst.slowest_rank,
+                slowdown=worst.slowdown,
+                memory_bytes=max((each.memory_bytes for each in part if each.memory_bytes), default=None),
+                utilization=statistics.fmean(used) if used else None,
+            )
+        )
+    return merged
 
 
 def _save(event: CommitSucceeded | CommitFailed, clock: _Clock) -> Save:

@@ -153,7 +153,8 @@ def _configuration(histories: Sequence[History]) -> str:
         }
         for history in histories
     ]
-    names = list(dict.fromkeys(name for each in settings for name in each if name != "name"))
+    given = (name for each in settings for name, value in each.items() if value is not None)
+    names = [name for name in dict.fromkeys(given) if name != "name"]
     differing = [name for name in names if len({str(each.get(name)) for each in settings}) > 1]
     headings = ["setting", *(history.label for history in histories)]
 

@@ -14,6 +14,7 @@ from elastic_ddp.report.figure import (
     loss_of,
     of_run,
     over_time,
+    stacked,
     thin,
     time_panels,
     time_unit,
@@ -36,33 +37,45 @@ MARKS: dict[Kind, tuple[str, str, str]] = {
 def timeline(histories: Sequence[History]) -> Chart | None:
     """World size with what changed it, training loss and throughput, over one time axis."""
     size, unit = time_unit(histories)
-    data: list[dict[str, Any]] = []
+    workers: list[dict[str, Any]] = []
+    losses: list[dict[str, Any]] = []
+    rates: list[dict[str, Any]] = []
     for index, history in enumerate(histories):
-        line = {**of_run(histories, index), "mode": "lines"}
-        at, sizes = [at / size for at, _ in history.sizes], [count for _, count in history.sizes]
-        shape = {"color": RUN_COLORS[index % len(RUN_COLORS)], "width": 2, "shape": "hv"}
+        run = of_run(histories, index)
         area = {"fill": "tozeroy", "fillcolor": "rgba(59,120,194,0.2)"} if len(histories) == 1 else {}
-        hover = "%{y} workers at %{x:.2f} " + unit
-        data.append({**line, **area, "x": at, "y": sizes, "line": shape, "hovertemplate": hover + hover_end(histories)})
-        losses = broken(thin([point for point in history.points if point.loss is not None], loss_of))
-        data.append({**line, "showlegend": False, "yaxis": "y2", **over_time(losses, size, loss_of, "loss", histories)})
-        rates = throughput(history.points)
-        data.append(
+        workers.append(
             {
-                **line,
-                "showlegend": False,
-                "yaxis": "y3",
-                "line": {**line["line"], "shape": "vh"},
-                "x": [at / size for at, _ in rates],
-                "y": [rate for _, rate in rates],
-                "hovertemplate": "%{y:,.0f} samples/s" + hover_end(histories),
+                **run,
+                **area,
+                "mode": "lines",
+                "line": {**run["line"], "width": 2, "shape": "hv"},
+                "x": [at / size for at, _ in history.sizes],
+                "y": [count for _, count in history.sizes],
+                "hovertemplate": f"%{{y}} workers at %{{x:.2f}} {unit}{hover_end(histories)}",
             }
         )
-        data += _marks(history, index, size, len(histories))
-    layout = time_panels(["workers", "training loss", "samples/s"], histories)
+        points = broken(thin([point for point in history.points if point.loss is not None], loss_of))
+        losses.append({**run, **over_time(points, size, loss_of, "loss", histories), "showlegend": False})
+        samples = throughput(history.points)
+        rates.append(
+            {
+                **run,
+                "showlegend": False,
+                "mode": "lines",
+                "line": {**run["line"], "shape": "vh"},
+                "x": [at / size for at, _ in samples],
+                "y": [rate for _, rate in samples],
+                "hovertemplate": f"%{{y:,.0f}} samples/s{hover_end(histories)}",
+            }
+        )
+        workers += _marks(history, index, size, len(histories))
+    titles, data = stacked(("workers", workers), ("training loss", losses), ("samples/s", rates))
+    if not titles:
+        return None
+    layout = time_panels(titles, histories)
     highest = max((count for history in histories for _, count in history.sizes), default=0)
     layout["yaxis"] |= {"range": [-0.12 * max(highest, 1), 1.25 * max(highest, 1)], "dtick": max(1, highest // 4)}
-    layout["yaxis3"] |= {"rangemode": "tozero"}
+    layout.get("yaxis3", {})["rangemode"] = "tozero"
     layout["shapes"] = _lines(histories[0], size) if len(histories) == 1 else []
     symbols = "Symbols: × worker lost, ▲ joined, ▼ drained, ✦ resumed, | commit. " if len(histories) > 1 else ""
     paused = any(history.summary["sessions"] > 1 for history in histories)

@@ -76,7 +76,7 @@ class Recorder:
         work_s = [0.8 * step_s * (1.3 if rank == 2 and self._step < 100 else 1.0) for rank in range(size)]
         gpus = {"memory_bytes": [(6 << 30) + rank for rank in range(size)], "utilization": [0.8] * size}
         phases = {name: share * step_s for name, share in PHASES.items()}
-        common = {"generation": self._generation, "step": self._step, "num_steps": 20}
+        common = {"generation": self._generation, "step": self._step, "num_steps": 20, "micro_batches": [2] * size}
         self.record("phases", phases=phases, work_s=work_s, **common, **(gpus if self._gpus else {}))
 
     def lose(self, name: str, error: str = "its process ended: exit signal SIGKILL") -> None:

@@ -24,19 +24,25 @@ def page(tmp_path: Path) -> Iterator[chromium.Page]:
         yield page
 
 
-def test_the_page_draws_all_charts_without_errors_requests_or_overflow(page: chromium.Page, tmp_path: Path) -> None:
-    two = [read_history(eventful()), read_history(calm())]
-    for name, histories in (("two", two), ("evil", [read_history(evil_run())])):
-        file = tmp_path / f"{name}.html"
-        file.write_text(render_page(histories), encoding="utf-8")
-        for width in (360, 1100):
-            page.open(file, width=width, dark=width == 1100)
-            drawn = page.evaluate(DRAWN)
-            assert len(drawn) >= 5 and all(drawn)
-            assert page.evaluate("document.documentElement.scrollWidth") <= width
-            assert page.evaluate("document.querySelectorAll('main :is(a, img, script)').length") == 0
-            assert page.of("Page.javascriptDialogOpening") == []
-            assert page.of("Runtime.exceptionThrown") == page.of("Runtime.consoleAPICalled") == []
-            assert page.of("Log.entryAdded") == [], "no console error, and nothing that the policy of the page blocks"
-            urls = {sent["request"]["url"] for sent in page.of("Network.requestWillBeSent")}
-            assert {url for url in urls if not url.startswith("data:")} == {file.as_uri()}
+RUNS = {"several": (eventful, calm), "one": (evil_run,), "begun": (lambda: calm()[:5],)}
+
+
+@pytest.mark.parametrize(
+    "runs", ["several", *(pytest.param(name, marks=pytest.mark.chaos) for name in ("one", "begun"))]
+)
+def test_the_page_draws_all_charts_without_errors_requests_or_overflow(
+    page: chromium.Page, tmp_path: Path, runs: str
+) -> None:
+    file = tmp_path / "report.html"
+    file.write_text(render_page([read_history(events()) for events in RUNS[runs]]), encoding="utf-8")
+    for width in (360, 1100):
+        page.open(file, width=width, dark=width == 1100)
+        drawn = page.evaluate(DRAWN)
+        assert drawn and all(drawn)
+        assert page.evaluate("document.documentElement.scrollWidth") <= width
+        assert page.evaluate("document.querySelectorAll('main :is(a, img, script)').length") == 0
+        assert page.of("Page.javascriptDialogOpening") == []
+        assert page.of("Runtime.exceptionThrown") == page.of("Runtime.consoleAPICalled") == []
+        assert page.of("Log.entryAdded") == [], "no console error, and nothing that the policy of the page blocks"
+        urls = {sent["request"]["url"] for sent in page.of("Network.requestWillBeSent")}
+        assert {url for url in urls if not url.startswith("data:")} == {file.as_uri()}
