@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -15,7 +14,7 @@ from rich.console import Console
 from rich.filesize import decimal as format_size
 
 from elastic_ddp.cli.export import check_target, write_weights
-from elastic_ddp.cli.output import console, format_time, plural, table
+from elastic_ddp.cli.output import AsJson, console, format_time, plural, print_json, table
 from elastic_ddp.errors import CheckpointError, ConfigError, StorageError, printable
 from elastic_ddp.storage.lease import DriverLease, find_holder
 from elastic_ddp.storage.storage import Storage
@@ -28,7 +27,6 @@ if TYPE_CHECKING:
 app = typer.Typer(help="List, check, prune and export the commits of a run.", no_args_is_help=True)
 
 RunFolder = Annotated[str, typer.Argument(metavar="RUN", help="The run's folder, <storage>/<name>.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 
 
 @app.command()
@@ -42,7 +40,7 @@ def ls(run: RunFolder, as_json: AsJson = False) -> None:
     if not rows:
         raise _no_commits(run, catalog)
     if as_json:
-        print(json.dumps(rows, indent=1))
+        print_json(rows)
         return
     commits = table("step", "committed", "epoch", "size", "state", "metrics", text=("metrics",))
     for row in rows:
@@ -140,7 +138,7 @@ def prune(
     if as_json:
         errors = {step: str(error) for step, error in doubtful.items()}
         report = {"removed": not dry_run, "items": [asdict(item) for item in items], "doubtful": errors}
-        print(json.dumps(report, indent=1))
+        print_json(report)
         return
     _print_removals(items, doubtful, dry_run=dry_run)
 

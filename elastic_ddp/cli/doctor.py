@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.text import Text
 
-from elastic_ddp.cli.output import console, plural, table
+from elastic_ddp.cli.output import AsJson, console, plural, print_json, table
 from elastic_ddp.config.environment import check_uri_is_public
 from elastic_ddp.storage.storage import Storage
 
@@ -25,7 +24,7 @@ def doctor(
     storage: Annotated[
         str | None, typer.Option(metavar="URI", help="The runs' storage, which all nodes write and read.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Check a cluster before a run: from versions and clocks to the speed of links and devices.
 
@@ -45,7 +44,7 @@ def doctor(
         facts = examine(data=data, storage=folder, note=status.update)
     findings = judge(facts)
     if as_json:
-        print(json.dumps({"findings": [asdict(each) for each in findings], "facts": asdict(facts)}, indent=1))
+        print_json({"findings": [asdict(each) for each in findings], "facts": asdict(facts)})
     else:
         _print(findings)
     if any(finding.verdict == "fail" for finding in findings):

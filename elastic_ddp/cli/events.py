@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any
 
 import typer
 
-from elastic_ddp.cli.output import console, format_time
+from elastic_ddp.cli.output import console, format_time, json_option, print_json
 from elastic_ddp.cli.recorded_run import RecordedRun, RunLedger
 from elastic_ddp.errors import ConfigError
 from elastic_ddp.telemetry.event import EVENTS, Event
@@ -25,7 +24,7 @@ def events(
         list[str] | None, typer.Option(help="Print events of this kind only, such as commit. May be repeated.")
     ] = None,
     follow: Annotated[bool, typer.Option("--follow", help="Print new events as well, until the session ends.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object in each line.")] = False,
+    as_json: Annotated[bool, json_option("Print one JSON object in each line.")] = False,
 ) -> None:
     """Print the events of a run's ledger.
 
@@ -40,7 +39,7 @@ def events(
             if kind and event.event not in kind:
                 continue
             if as_json:
-                print(json.dumps(_entry(event)), flush=True)
+                print_json(_entry(event), indent=None)
             else:
                 out.print(_line(event), soft_wrap=True)
     except KeyboardInterrupt:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import io
-import json
 import os
 import runpy
 import sys
@@ -26,7 +25,7 @@ from elastic_ddp.cli import checkpoints
 from elastic_ddp.cli.doctor import doctor
 from elastic_ddp.cli.events import events
 from elastic_ddp.cli.live_run import LiveRun, get_run
-from elastic_ddp.cli.output import console, format_time, plural, table
+from elastic_ddp.cli.output import AsJson, console, format_time, plural, print_json, table
 from elastic_ddp.cli.phases import columns_of_ranks, describe_step
 from elastic_ddp.cli.profile import profile
 from elastic_ddp.cli.recorded_run import RecordedRun, RunLedger
@@ -43,8 +42,6 @@ from elastic_ddp.telemetry import summarize
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None)
 app.add_typer(checkpoints.app, name="checkpoints")
 app.command()(doctor)
-
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 
 
 def _show_version(requested: bool) -> None:
@@ -127,7 +124,7 @@ def status(
         with suppress(ElasticDDPError):  # the run has ended in the meantime
             runs.append(get_run(name).status())
     if as_json:
-        print(json.dumps(runs, indent=1))
+        print_json(runs)
         return
     import ray
 
@@ -277,7 +274,7 @@ def show(run: RecordedRun, as_json: AsJson = False) -> None:
     if summary["status"] == "unfinished" and ledger.has_live_driver():
         summary["status"] = "running"
     if as_json:
-        print(json.dumps(summary, indent=1))
+        print_json(summary)
     else:
         console().print(render(summary))
 

@@ -2,13 +2,49 @@
 
 from __future__ import annotations
 
+import io
+import json
 import os
 import sys
 from collections.abc import Sequence
 from datetime import datetime
+from typing import Annotated, Any, TextIO
 
+import typer
 from rich.console import Console
 from rich.table import Table
+
+_for_json: list[TextIO] = []
+"""The standard output that this process began with, once it is reserved for JSON."""
+
+
+def _reserve_stdout(requested: bool) -> bool:
+    """Sends what is written to descriptor 1 to standard error, except for `print_json`.
+
+    Ray's C++ code logs to descriptor 1, for example when a node dies.
+    """
+    try:
+        is_descriptor = requested and sys.stdout is not None and sys.stdout.fileno() == 1
+    except io.UnsupportedOperation:  # a test reads it
+        is_descriptor = False
+    if is_descriptor and not _for_json:
+        sys.stdout.flush()
+        _for_json.append(os.fdopen(os.dup(1), "w"))
+        os.dup2(2, 1)
+    return requested
+
+
+def json_option(text: str) -> Any:
+    """Returns the option `--json`, with which standard output has what `print_json` prints, and nothing else."""
+    return typer.Option("--json", callback=_reserve_stdout, help=text)
+
+
+AsJson = Annotated[bool, json_option("Print JSON instead of text.")]
+
+
+def print_json(value: Any, *, indent: int | None = 1) -> None:
+    """Prints the result of a command with `--json`."""
+    print(json.dumps(value, indent=indent), file=_for_json[0] if _for_json else sys.stdout, flush=True)
 
 
 def console(*, stderr: bool = False) -> Console:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Annotated, Any
 
@@ -10,7 +9,7 @@ import typer
 from rich.text import Text
 
 from elastic_ddp.cli.live_run import get_run
-from elastic_ddp.cli.output import console, format_time, ranges
+from elastic_ddp.cli.output import AsJson, console, format_time, print_json, ranges
 from elastic_ddp.cli.recorded_run import RunLedger
 from elastic_ddp.errors import ConfigError
 from elastic_ddp.telemetry.stacks import stacks_of_last_hang
@@ -25,7 +24,7 @@ def stacks(
     last_hang: Annotated[
         bool, typer.Option("--last-hang", help="Print the stacks of the last hang, also if the run is live.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Print the Python stacks of all ranks of a live run, or of a run's last hang.
 
@@ -35,7 +34,7 @@ def stacks(
     """
     facts = _of_last_hang(run) if last_hang else _now(run)
     if as_json:
-        print(json.dumps(facts, indent=1))
+        print_json(facts)
         return
     out = console()
     if "time" in facts:

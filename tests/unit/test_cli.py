@@ -487,3 +487,35 @@ def test_a_script_runs_as_the_main_program_and_can_import_its_neighbours(
     monkeypatch.setattr(sys, "argv", ["elastic-ddp"])
     invoke("run", str(script), "--workers", "1:2", "extra", "-v")
     assert json.loads(seen.read_text()) == ["__main__", [str(script), "--workers", "1:2", "extra", "-v"], 3]
+
+
+RAY_LOGS_IN_EACH_JSON_COMMAND = """
+import os, sys, typer
+from elastic_ddp.cli import main, output
+
+def json_commands(command, path):
+    for name, child in getattr(command, "commands", {}).items():
+        yield from json_commands(child, [*path, name])
+    if any("--json" in parameter.opts for parameter in command.params):
+        yield command, path
+
+stdout = os.dup(1)
+for command, path in json_commands(typer.main.get_command(main.app), []):
+    os.dup2(stdout, 1)  # as in a process of its own
+    output._for_json.clear()
+    words = ["run"] * sum(each.param_type_name == "argument" and each.required for each in command.params)
+    command.make_context(path[-1], [*words, "--json"])
+    os.write(1, b"[raylet.cc:1] a node died\\n")
+    print("a line of Python")
+    output.print_json(path)
+os.write(1, b"[raylet.cc:1] shutting down\\n")
+"""
+
+
+def test_standard_output_of_json_commands_has_json_and_no_log_of_rays_c_code() -> None:
+    line = [sys.executable, "-c", RAY_LOGS_IN_EACH_JSON_COMMAND]
+    done = subprocess.run(line, capture_output=True, text=True, cwd="/")
+    assert done.returncode == 0, done.stderr
+    commands = [" ".join(json.loads(each)) for each in re.split(r"(?<=\])\n", done.stdout)[:-1]]
+    assert {"doctor", "status", "show", "events", "stacks", "checkpoints ls", "checkpoints prune"} <= set(commands)
+    assert done.stderr.count("a node died") == len(commands) and "shutting down" in done.stderr
