@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any
 
@@ -11,7 +10,7 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from elastic_ddp.cli.live_run import LiveRun, get_run
-from elastic_ddp.cli.output import console, plural, table
+from elastic_ddp.cli.output import AsJson, console, plural, print_json, table
 from elastic_ddp.errors import ConfigError
 
 _MIB = 1 << 20
@@ -26,7 +25,7 @@ def profile(
         bool, typer.Option("--memory", help="Record allocations, too; on a GPU, also make a memory snapshot.")
     ] = False,
     timeout_s: Annotated[float, typer.Option(help="How long to wait for the traces, in seconds.")] = 600.0,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Make torch.profiler traces of the next steps of a live run.
 
@@ -36,7 +35,7 @@ def profile(
     """
     facts = get_run(run).profile(num_steps=steps, ranks=_numbers(ranks), memory=memory, timeout_s=timeout_s)
     if as_json:
-        print(json.dumps(facts, indent=1))
+        print_json(facts)
     else:
         out = console()
         for part in _report(facts):
