@@ -11,6 +11,9 @@ The load of other programs changes within seconds. So all sides are started and 
 for ten seconds while all processes of the others, including Ray's, are stopped (SIGSTOP). A turn in which other
 programs used more than 5 % of the machine is repeated, until `--patience-s` has passed. Each round has one turn of each
 side, in rotating order. Figures are medians over rounds, and ratios are medians of the rounds' ratios.
+
+`--phases` compares `canonical` with itself instead, in one run that measures the phases of its steps in every other
+turn of ten steps. The figure is the median of the ratios of neighboring turns.
 """
 
 from __future__ import annotations
@@ -383,15 +386,33 @@ def main() -> None:
     parser.add_argument(
         "--accumulate", type=int, nargs="+", default=[1, 4], help="micro-batches per worker and step, M/W"
     )
+    parser.add_argument("--phases", action="store_true", help="what it costs to measure the phases of steps")
     for hidden in ("--side", "--data", "--folder"):  # passed to the processes of a side
         parser.add_argument(hidden, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.side == "plain":
         run_plain(options.data, options.folder, options.accumulate[0])
+    elif options.phases:
+        report_phases(options)
     elif options.side:
         run_elastic(options.side, options.data, options.folder, options.workers, options.accumulate[0])
     else:
         compare(options)
+
+
+def report_phases(options: argparse.Namespace) -> None:
+    from step_phases import compare_phases
+
+    sizes: dict[str, Any] = {"workers": options.workers, "micro_batch_size": MICRO_BATCH_SIZE}
+    figures = compare_phases(MODEL, write_dataset, **sizes, accumulate=options.accumulate, rounds=options.rounds)
+    for setting in figures:
+        low, _, high = statistics.quantiles(setting["ratios"], n=4)
+        print(
+            f"M/W = {setting['micro_batches_per_worker']}: a step of {1000 * setting['step_s']:.0f} ms takes "
+            f"{statistics.median(setting['ratios']):.4f} times as long with phases ({low:.3f}-{high:.3f})"
+        )
+    options.output.parent.mkdir(parents=True, exist_ok=True)
+    options.output.write_text(json.dumps({"machine": describe_machine(), "phases": figures}, indent=2) + "\n")
 
 
 def compare(options: argparse.Namespace) -> None:

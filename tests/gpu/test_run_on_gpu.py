@@ -11,6 +11,9 @@ import pytest
 import ray
 
 import elastic_ddp as ed
+from elastic_ddp.storage.storage import Storage
+from elastic_ddp.telemetry import read_ledger
+from elastic_ddp.telemetry.events import PhasesMeasured
 from tests.integration import jobs
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
@@ -61,6 +64,14 @@ def test_a_gpu_run_is_reproducible_and_uses_the_samples_of_a_cpu_run(folder: Pat
     again = fit(folder, f"{precision}-again", ALONE, precision=precision)
     assert jobs.same_bits(calm(precision, 1.0), again)
     assert again["samples_sha256"] == calm(precision, 0.0)["samples_sha256"]
+
+
+def test_the_ledger_of_a_gpu_run_has_its_phases_and_its_memory(folder: Path, calm: Calm) -> None:
+    calm("fp32", 1.0)
+    run = Storage(str(folder / "runs" / "calm-fp32-1.0-1"))
+    measured = [event for event in read_ledger(run) if isinstance(event, PhasesMeasured)]
+    assert measured and all(event.memory_bytes and event.memory_bytes[0] > 0 for event in measured)
+    assert all(event.phases["forward"] > 0 and event.phases["backward"] > 0 for event in measured)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])

@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
+from collections.abc import Callable
+from pathlib import Path
 from statistics import median
 from typing import Any
 
 import pytest
 import torch
 
+from elastic_ddp.telemetry.bottleneck import MIN_STEPS
 from elastic_ddp.telemetry.events import PhasesMeasured
+from elastic_ddp.worker.run import Run
 from elastic_ddp.worker.step import Step
 from tests.ranks import run_ranks
 from tests.unit.rank_steps import config_of, run_steps
+from tests.unit.single_worker import CPU, prepared
+from tests.workers import Workers, running
 
 SLOW_S = 0.06
 STEPS = 7
+WITHIN_S = 60.0
 
 
 def slow_rank(group: Any, settings: dict[str, Any]) -> tuple[list[PhasesMeasured], list[float]]:
@@ -50,3 +59,68 @@ def test_waiting_for_a_slow_rank_is_communication_of_the_others(settings: dict[s
     # The first two steps and the last one are not in these events.
     measured_s = sum(sum(event.slowest.values()) for event in events)
     assert measured_s == pytest.approx(ends[-2] - ends[1], rel=0.02)
+
+
+def train_with_a_slow_rank(run: Run) -> None:
+    """Both ranks spend a while on each micro-batch, and rank 1 more."""
+    model: Any = prepared(run)
+    for step in run.steps():
+        with step:
+            for batch in step.micro_batches():
+                time.sleep(SLOW_S if run.rank == 1 else SLOW_S / 4)
+                step.backward(model(batch["x"]).square().mean())
+            step.optimize()
+
+
+class ManyParameters(torch.nn.Linear):
+    """Next to no computation for four million parameters."""
+
+    def __init__(self) -> None:
+        super().__init__(3, 1)
+        self.many = torch.nn.Parameter(torch.zeros(4_000_000))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + self.many[:1]
+
+
+def train_many_parameters(run: Run) -> None:
+    model = run.prepare(ManyParameters())
+    run.prepare(torch.optim.SGD(model.parameters(), lr=0.001))
+    for step in run.steps():
+        with step:
+            for batch in step.micro_batches():
+                step.backward(model(batch["x"]).square().mean())
+            step.optimize()
+
+
+def until(workers: Workers, condition: Callable[[dict[str, Any]], object]) -> dict[str, Any]:
+    """Returns the first status of the run that satisfies a condition."""
+    end = time.monotonic() + WITHIN_S
+    while not condition(status := workers.rendezvous.ask("status")):
+        assert time.monotonic() < end, f"{status}\n{workers.describe()}"
+        time.sleep(0.05)
+    return status
+
+
+def bound_by(kind: str) -> Callable[[dict[str, Any]], bool]:
+    return lambda status: status["bottleneck"] is not None and status["bottleneck"]["kind"] == kind
+
+
+LIVE: dict[str, Any] = {"steps": 100_000, "global_batch_size": 8, "micro_batch_size": 2, "log_every_steps": 5}
+
+
+def test_status_names_a_slow_rank_and_begins_anew_after_it_has_died(tmp_path: Path) -> None:
+    with running(tmp_path, train_with_a_slow_rank, CPU, 2, **LIVE) as workers:
+        status = until(workers, bound_by("slow rank"))
+        assert status["bottleneck"]["ranks"] == [1] and status["phases"]["num_steps"] >= MIN_STEPS
+        os.kill(next(member["pid"] for member in status["members"] if member["rank"] == 1), signal.SIGKILL)
+        status = until(workers, lambda status: status["generation"] == 2 and status["phases"] is not None)
+        assert len(status["phases"]["work_s"]) == 1 and status["bottleneck"] is None
+        first_step = workers.started()[-1].first_step
+        measured: list[Any] = [event for event in workers.rendezvous.events("phases") if event.generation == 2]
+        assert measured[0].step - measured[0].num_steps == first_step + 2, "the first two steps do not count"
+
+
+def test_status_names_communication(tmp_path: Path) -> None:
+    with running(tmp_path, train_many_parameters, CPU, 2, **LIVE) as workers:
+        assert "bucket_cap_mb" in until(workers, bound_by("communication"))["bottleneck"]["advice"]

@@ -1,0 +1,118 @@
+"""What it costs to measure the phases of steps: one run, in which they are on and off in turns."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import ray
+import torch
+from gpt import GPT, next_byte_loss
+
+import elastic_ddp as ed
+from elastic_ddp import torch_internals
+from elastic_ddp.worker.phase_clock import PhaseClock
+
+TURN_STEPS = 10
+WARMUP_STEPS = 20
+
+
+class Switch:
+    """Turns the measurement of this process on and off: there is no setting for it."""
+
+    is_on = True
+
+    def install(self) -> None:
+        """Call it before the first step."""
+        enter, step_done, call_after = PhaseClock.enter, PhaseClock.step_done, torch_internals.call_after_gradients
+
+        def enter_if_on(clock: PhaseClock, phase: str) -> str:
+            return enter(clock, phase) if self.is_on else phase
+
+        def step_done_if_on(clock: PhaseClock, step: int) -> None:
+            if self.is_on:
+                step_done(clock, step)
+
+        def call_after_if_on(loss: torch.Tensor, function: Callable[[], object]) -> None:
+            if self.is_on:
+                call_after(loss, function)
+
+        PhaseClock.enter, PhaseClock.step_done = enter_if_on, step_done_if_on  # type: ignore[method-assign]
+        torch_internals.call_after_gradients = call_after_if_on
+
+
+def make_train(model: dict[str, Any], times: Path) -> Callable[[ed.Run], None]:
+    """Returns a training function that writes the end of each step on rank 0 to a file."""
+
+    def train(run: ed.Run) -> None:
+        switch = Switch()
+        switch.install()
+        prepared = run.prepare(GPT(**model))
+        run.prepare(torch.optim.AdamW(prepared.parameters(), lr=1e-3))
+        with times.open("w", buffering=1) if run.rank == 0 else open(os.devnull, "w") as file:
+            for step in run.steps():
+                switch.is_on = step.index // TURN_STEPS % 2 == 0
+                with step:
+                    for batch in step.micro_batches():
+                        step.backward(next_byte_loss(prepared, batch))
+                    step.optimize()
+                file.write(f"{time.perf_counter()}\n")
+
+    return train
+
+
+def ratios(ends: Sequence[float]) -> tuple[list[float], float]:
+    """Returns the duration of each turn with phases over that of the turn without after it, and of a step without."""
+    turns = [
+        ends[first + TURN_STEPS - 1] - ends[first - 1]
+        for first in range(WARMUP_STEPS, len(ends) - TURN_STEPS + 1, TURN_STEPS)
+    ]
+    without = turns[1::2]
+    return [on / off for on, off in zip(turns[::2], without, strict=False)], statistics.median(without) / TURN_STEPS
+
+
+def compare_phases(
+    model: dict[str, Any],
+    write_dataset: Callable[[Path], None],
+    *,
+    workers: int,
+    micro_batch_size: int,
+    accumulate: Sequence[int],
+    rounds: int,
+) -> list[dict[str, Any]]:
+    """Returns the figures for each number of micro-batches per worker and step."""
+    figures = []
+    os.environ["PYTHONPATH"] = os.pathsep.join([*(str(path) for path in _FOLDERS), os.environ.get("PYTHONPATH", "")])
+    os.environ["OMP_NUM_THREADS"] = "1"
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "data").mkdir()
+        write_dataset(folder / "data")
+        ray.init("local", num_cpus=workers, include_dashboard=False, logging_level="warning")
+        for count in accumulate:
+            config = ed.RunConfig(
+                name=f"phases-{count}",
+                storage=str(folder / "runs"),
+                steps=WARMUP_STEPS + 2 * TURN_STEPS * rounds,
+                global_batch_size=micro_batch_size * count * workers,
+                micro_batch_size=micro_batch_size,
+                min_workers=workers,
+                max_workers=workers,
+                clip_grad_norm=1.0,
+                log_every_steps=TURN_STEPS,
+                checkpoint=ed.CheckpointConfig(every_steps=1_000_000),
+            )
+            times = folder / f"times-{count}"
+            ed.ElasticTrainer(make_train(model, times), str(folder / "data"), config).fit()
+            measured, step_s = ratios([float(line) for line in times.read_text().splitlines()])
+            figures.append({"micro_batches_per_worker": count, "step_s": step_s, "ratios": measured})
+        ray.shutdown()
+    return figures
+
+
+_FOLDERS = (Path(__file__).parent, Path(__file__).parents[1] / "examples")
