@@ -16,7 +16,8 @@ from elastic_ddp.report.figure import RUN_COLORS, Chart
 from elastic_ddp.report.history import History
 from elastic_ddp.report.words import duration, headline
 
-_MAX_MARKS = 200
+_MAX_MARKS, _MANY_MARKS = 200, 30
+"""Events in the table; and from how many on it is folded."""
 
 
 def render_page(histories: Sequence[History]) -> str:
@@ -137,9 +138,10 @@ def _events(histories: Sequence[History]) -> str:
         ]
         if rows:
             more = len(history.marks) - len(rows)
-            table = _table(["time", "step", "event"], rows, kind="events") + (
-                f"<p>and {more:,} more</p>" if more else ""
-            )
+            table = _table(["time", "step", "event"], rows, kind="events")
+            table += f"<p>and {more:,} more</p>" if more else ""
+            if len(rows) > _MANY_MARKS:
+                table = f"<details><summary>{len(history.marks):,} events</summary>{table}</details>"
             parts.append(_titled(history, histories, table))
     return f"<section><h2>Events</h2>{''.join(parts)}</section>" if parts else ""
 
