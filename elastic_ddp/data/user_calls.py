@@ -10,9 +10,7 @@ from __future__ import annotations
 import faulthandler
 import json
 import os
-import shutil
 import signal
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -22,6 +20,7 @@ from pathlib import Path
 from elastic_ddp.data.order import Int64Array
 from elastic_ddp.errors import shorten
 from elastic_ddp.signals import FATAL_SIGNALS
+from elastic_ddp.temporary_folder import TemporaryFolder
 
 _MAX_ROWS = 20
 _MAX_DESCRIBED_ROWS = 64
@@ -93,7 +92,8 @@ class CallRecords:
     """The folder with the records of a pipeline's data processes. The worker creates it."""
 
     def __init__(self) -> None:
-        self.folder = tempfile.mkdtemp(prefix="elastic_ddp-calls-")
+        self._temporary = TemporaryFolder("calls")
+        self.folder = self._temporary.path
         self._waited: dict[tuple[str, int], float] = {}
         """Seconds for which the worker has waited during each running call, by process and the time that it began."""
 
@@ -157,7 +157,7 @@ class CallRecords:
             return []
 
     def close(self) -> None:
-        shutil.rmtree(self.folder, ignore_errors=True)
+        self._temporary.close()
 
 
 def _is_running(pid: int) -> bool:

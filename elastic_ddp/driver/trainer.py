@@ -5,10 +5,9 @@ from __future__ import annotations
 import json
 import os
 import socket
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass, field, fields, replace
 from functools import wraps
 from os import PathLike
@@ -53,6 +52,7 @@ from elastic_ddp.rendezvous.start import start_rendezvous
 from elastic_ddp.storage.lease import DriverLease
 from elastic_ddp.storage.storage import Storage
 from elastic_ddp.telemetry import new_session, read_ledger, summarize
+from elastic_ddp.temporary_folder import TemporaryFolder
 from elastic_ddp.worker.job import COMMITS, Job, has_commits
 
 if TYPE_CHECKING:
@@ -202,7 +202,7 @@ class ElasticTrainer:
         started_at = time.time()
         with (
             DriverLease(self._storage, self.config.name, new_session(), print_note) as lease,
-            tempfile.TemporaryDirectory(prefix="elastic_ddp-", ignore_cleanup_errors=True) as snapshot_folder,
+            closing(TemporaryFolder("run")) as snapshot_folder,
         ):
             if self._finished_result(0) is None:  # a finished run is not written to, unless it gets more steps
                 lease.acquire()
@@ -226,7 +226,7 @@ class ElasticTrainer:
                 draining = draining_nodes()  # on which Ray starts no task and no worker
                 nodes = [node for node in ray.nodes() if node["NodeID"] not in draining]
                 check_nodes(self._storage, lease.session, files, print_note, nodes=nodes, config=self.config)
-                return self._run_session(job, resume_from, lease, started_at, snapshot_folder)
+                return self._run_session(job, resume_from, lease, started_at, snapshot_folder.path)
 
     def _run_session(
         self, job: Job, resume_from: Commit | None, lease: DriverLease, started_at: float, snapshot_folder: str

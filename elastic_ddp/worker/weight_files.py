@@ -5,10 +5,9 @@ from __future__ import annotations
 import json
 import platform
 import re
-import tempfile
 import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ import torch
 from elastic_ddp.errors import CheckpointError, ConfigError, StorageError, format_exception, shorten
 from elastic_ddp.storage.retry import RetryingStorage
 from elastic_ddp.storage.storage import Storage
+from elastic_ddp.temporary_folder import TemporaryFolder
 
 KeyMapping = Mapping[str, str] | Callable[[str], str | None]
 """Renames tensors: replacements by regular expression, applied in order, or a function that returns the new name, or
@@ -82,9 +82,9 @@ class WeightFiles:
 
     @contextmanager
     def _local_files(self, tick: Callable[[], None]) -> Iterator[list[Path]]:
-        with tempfile.TemporaryDirectory(prefix="elastic_ddp-weights-") as temporary:
+        with closing(TemporaryFolder("weights")) as temporary:
             yield [
-                _download(self.storage, name, Path(temporary, str(number)), tick)
+                _download(self.storage, name, Path(temporary.path, str(number)), tick)
                 if "://" in self.storage.uri
                 else Path(self.storage.uri, name)
                 for number, name in enumerate(self.names)

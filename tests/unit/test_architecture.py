@@ -40,6 +40,7 @@ ORDER = [
     "notices",
     "signals",
     "console",
+    "temporary_folder",
     "seeding",
     "errors",
 ]
