@@ -220,7 +220,7 @@ def follow(
 ) -> JobDetails:
     """Passes the log of a job to `write` until the job ends, then those of its restarts. Returns the last job.
 
-    `note` gets a line for each restart.
+    `note` gets a line for each restart, and when the job server stops responding.
 
     Raises:
         ElasticDDPError: the job server has not responded for `SILENT_S`, or does not know the job any more.
@@ -231,10 +231,14 @@ def follow(
         try:
             jobs, silent_since = all_jobs(client), None
         except (OSError, RuntimeError) as error:
-            silent_since = clock() if silent_since is None else silent_since
+            if silent_since is None:
+                silent_since = clock()
+                note(f"The dashboard at {client.get_address()} does not respond. Waiting for it for {SILENT_S:g} s.")
             if clock() - silent_since > SILENT_S:
                 raise ElasticDDPError(
-                    f"the dashboard at {client.get_address()} has not responded for {SILENT_S:g} s: {error}"
+                    f"the dashboard at {client.get_address()} has not responded for {SILENT_S:g} s: {error}. If the "
+                    "head or Ray's GCS on it has ended, call `ray up`; then the same command resumes the run from its "
+                    "newest commit."
                 ) from error
             sleep(POLL_S)
             continue

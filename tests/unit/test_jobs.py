@@ -333,8 +333,10 @@ def test_following_ends_with_an_error_if_the_job_server_stays_silent(server: Job
     restarted(server)
     now = iter(range(0, 1000, 50))
     server.is_down = True
-    with pytest.raises(ElasticDDPError, match=r"http://head:8265 has not responded for 120 s: refused"):
-        follow(server, "train-1", print, print, lambda _: None, lambda: next(now))  # type: ignore[arg-type]
+    notes: list[str] = []
+    with pytest.raises(ElasticDDPError, match=r"http://head:8265 has not responded for 120 s: refused.*call `ray up`"):
+        follow(server, "train-1", print, notes.append, lambda _: None, lambda: next(now))  # type: ignore[arg-type]
+    assert notes == ["The dashboard at http://head:8265 does not respond. Waiting for it for 120 s."]
 
 
 def test_a_job_server_that_restarts_after_hours_of_a_log_is_waited_for(
