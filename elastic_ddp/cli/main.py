@@ -32,7 +32,7 @@ from elastic_ddp.cli.recorded_run import RecordedRun, RunLedger
 from elastic_ddp.cli.report import report
 from elastic_ddp.cli.run_summary import render
 from elastic_ddp.cli.stacks import stacks
-from elastic_ddp.cli.submit import logs, stop_submitted, submit
+from elastic_ddp.cli.submit import dead_drivers, logs, status_of, stop_submitted, submit
 from elastic_ddp.cli.undrain import undrain
 from elastic_ddp.cli.watch import watch
 from elastic_ddp.config.run_config import RunConfig, read_toml
@@ -119,7 +119,7 @@ def status(
     """Show the live runs of a cluster, or one run and its workers."""
     from elastic_ddp.driver.run_handle import live_runs
 
-    runs = [get_run(run).status()] if run is not None else []
+    runs = [status_of(run)] if run is not None else []
     for name in live_runs() if run is None else ():
         with suppress(ElasticDDPError):  # the run has ended in the meantime
             runs.append(get_run(name).status())
@@ -134,7 +134,10 @@ def status(
         if run is not None:
             out.print(_describe_workers(facts))
         out.print()
-    if not runs:
+    dead = dead_drivers([facts["name"] for facts in runs]) if run is None else {}
+    for name, text in dead.items():
+        out.print(Text.assemble((name, "bold"), f"  {text}\n"))
+    if not runs and not dead:
         out.print("No run is live on this cluster. The command that started a run also resumes it.")
     out.print(f"Ray at {ray.get_runtime_context().gcs_address}")
 
@@ -257,7 +260,7 @@ def stop(run: LiveRun) -> None:
     """
     try:
         get_run(run).stop()
-    except ConfigError:  # not live, or this machine is not a node of the cluster
+    except ElasticDDPError:  # not live, or not any more, or this machine is not a node of the cluster
         if not stop_submitted(run):
             raise
     console().print(f"run {run}: stopping after a commit at the next step boundary; the same command resumes it")

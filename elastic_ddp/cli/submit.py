@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from elastic_ddp.cli.live_run import get_run
 from elastic_ddp.cli.output import console
-from elastic_ddp.errors import ConfigError
+from elastic_ddp.errors import ConfigError, ElasticDDPError
 
 if TYPE_CHECKING:
     from ray.job_submission import JobDetails, JobSubmissionClient
@@ -90,7 +91,7 @@ def logs(
     By its name a run is found once fit has begun. For a restarted driver, the log is that of the newest job; the id of
     a job shows an earlier one. The exit status of --follow is 1 unless the job succeeds.
     """
-    from elastic_ddp.driver import jobs
+    from elastic_ddp.driver import jobs, submissions
     from elastic_ddp.ray_internals.jobs import connect_to_jobs
 
     client = connect_to_jobs()
@@ -101,17 +102,19 @@ def logs(
         return
     try:
         sys.stdout.write(client.get_job_logs(job.submission_id))
+        if submissions.how_it_died(job) is not None:
+            console(stderr=True).print(f"job {job.submission_id} {submissions.outlook(jobs.all_jobs(client), job)}")
     except RuntimeError:
         raise ConfigError(
-            f"the log of job {job.submission_id} ({jobs.describe(job)}) cannot be read: it is on the node of its "
-            f"driver, {job.driver_node_id}, which does not respond."
+            f"the log of job {job.submission_id} ({submissions.describe(job)}) cannot be read: it is on the node of "
+            f"its driver, {job.driver_node_id}, which does not respond."
         ) from None
 
 
 def _follow(client: JobSubmissionClient, job: str) -> None:
     from ray.job_submission import JobStatus
 
-    from elastic_ddp.driver import jobs
+    from elastic_ddp.driver import jobs, submissions
 
     def write(text: str) -> None:
         sys.stdout.write(text)
@@ -123,7 +126,7 @@ def _follow(client: JobSubmissionClient, job: str) -> None:
     except KeyboardInterrupt:
         note(f"\nThe job continues. Show its log again with `elastic-ddp logs {job} --follow`.")
         raise typer.Exit(130) from None
-    note(f"job {details.submission_id} {jobs.describe(details)}")
+    note(f"job {details.submission_id} {submissions.outlook(jobs.all_jobs(client), details)}")
     if details.status != JobStatus.SUCCEEDED:
         raise typer.Exit(1)
 
@@ -133,10 +136,32 @@ def stop_submitted(run: str) -> bool:
 
     Returns False if there is no such job.
     """
-    from elastic_ddp.driver import jobs
+    import ray
+
+    from elastic_ddp.driver import jobs, submissions
     from elastic_ddp.ray_internals.jobs import connect_to_jobs
 
     try:
-        return jobs.stop_job(connect_to_jobs(), run) is not None
-    except ConfigError:
-        return False
+        client = connect_to_jobs()
+    except ConfigError:  # this node does not reach the job server
+        return ray.is_initialized() and submissions.forbid_pending_restart(run)
+    return jobs.stop_job(client, run) is not None
+
+
+def dead_drivers(live: Collection[str]) -> dict[str, str]:
+    """Returns what happened to each submitted driver that has died, by its run's name. Runs in `live` have a driver."""
+    import ray
+
+    from elastic_ddp.driver import submissions
+
+    return submissions.dead_drivers(submissions.jobs_here(), live) if ray.is_initialized() else {}
+
+
+def status_of(run: str) -> Mapping[str, Any]:
+    """Returns the status of a live run. If its submitted driver has died, the error says whether it is restarted."""
+    try:
+        return get_run(run).status()
+    except ElasticDDPError as error:
+        if (text := dead_drivers(()).get(run.rstrip("/").rpartition("/")[2])) is not None:
+            raise ConfigError(f"run {run!r} is not live: {text}") from error
+        raise

@@ -10,25 +10,39 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import ray
 from ray.job_submission import JobSubmissionClient
 
-from elastic_ddp.driver.jobs import FIRST, all_jobs, newest_of, restart
-from elastic_ddp.errors import ConfigError
+from elastic_ddp.driver.jobs import all_jobs, last_line, restart
+from elastic_ddp.driver.submissions import FIRST, forbid_restart, jobs_here, newest_of
+from elastic_ddp.errors import ElasticDDPError
 from elastic_ddp.ray_internals.jobs import connect_to_jobs
 from elastic_ddp.ray_internals.this_job import metadata_of_this_job
 
 NAMESPACE = "elastic_ddp_jobs"
 POLL_S = 2.0
+GIVE_UP_S = 1800.0
+"""How long the job server may reject every request until a driver is not restarted any more."""
 HEAD = "node:__internal_head__"
 """A resource that only the head has."""
 
 
-def watch(first: str, connect: Callable[[], JobSubmissionClient], sleep: Callable[[float], None] = time.sleep) -> None:
-    """Restarts the driver of a submission, given by the id of its first job, until it ends by itself."""
+def watch(
+    first: str,
+    connect: Callable[[], JobSubmissionClient],
+    give_up: Callable[[str], None],
+    sleep: Callable[[float], None] = time.sleep,
+    clock: Callable[[], float] = time.monotonic,
+) -> None:
+    """Restarts the driver of a submission, given by the id of its first job, until it ends by itself.
+
+    If the job server does not respond, or rejects a restart, for `GIVE_UP_S`, `give_up` gets the reason.
+    """
     client: JobSubmissionClient | None = None
+    failing_since: float | None = None
     while True:
         try:
             client = client or connect()
@@ -36,12 +50,24 @@ def watch(first: str, connect: Callable[[], JobSubmissionClient], sleep: Callabl
             if first not in jobs:
                 return  # a person has deleted it
             job = newest_of(jobs, jobs[first])
-            if job.status.is_terminal() and restart(client, job) is None:
+            if job.status.is_terminal() and restart(client, jobs, job) is None:
                 return
-        except (ConfigError, OSError, RuntimeError) as error:  # the job server may be restarting
+            failing_since = None
+        except (OSError, RuntimeError, ValueError, ray.exceptions.RayError) as error:  # it may be restarting
             client = None
-            print(f"the job server does not respond, retrying: {error}", flush=True)
+            failing_since = clock() if failing_since is None else failing_since
+            if clock() - failing_since > GIVE_UP_S:
+                give_up(f"the job server has accepted no request for {GIVE_UP_S / 60:g} minutes: {last_line(error)}")
+                return
         sleep(POLL_S)
+
+
+def give_up(first: str, why: str) -> None:
+    """Records why the driver of a submission is not restarted; `elastic-ddp status` and `logs` show it."""
+    jobs = jobs_here()
+    if first in jobs and (job := newest_of(jobs, jobs[first]).submission_id) is not None:
+        with suppress(ElasticDDPError):  # a restart that the job server has accepted and not confirmed
+            forbid_restart(job, why)
 
 
 class Restarts:
@@ -56,7 +82,7 @@ class Restarts:
 
     def _watch(self) -> None:
         address = ray.get_runtime_context().gcs_address
-        watch(self._first, lambda: connect_to_jobs(address))
+        watch(self._first, lambda: connect_to_jobs(address), lambda why: give_up(self._first, why))
         ray.kill(ray.get_actor(_name(self._first), namespace=NAMESPACE))
 
 

@@ -1,41 +1,42 @@
-"""Drivers that run on the cluster as jobs of Ray Jobs: submission, restarts, logs.
-
-A driver that is restarted gets a new job. The jobs of one submission have the ids `ID`, `ID-1`, `ID-2`, ..., and their
-metadata says how many there may be, so no process has to remember it.
-"""
+"""Drivers that run on the cluster as jobs of Ray Jobs, through its job server: submission, restart, stop, logs."""
 
 from __future__ import annotations
 
 import json
 import shlex
-import signal
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from ray.job_submission import JobDetails, JobErrorType, JobStatus, JobSubmissionClient
+from ray.job_submission import JobDetails, JobSubmissionClient
 
 from elastic_ddp.config.environment import has_credential
+from elastic_ddp.driver.submissions import (
+    FIRST,
+    NUMBER,
+    RESOURCES,
+    RESTARTS,
+    STOPPED,
+    Jobs,
+    describe,
+    find,
+    following,
+    marker,
+    newest_first,
+    newest_of,
+    next_id,
+    why_not_restarted,
+)
 from elastic_ddp.errors import ConfigError, ElasticDDPError
 from elastic_ddp.ray_internals.jobs import follow_log
 from elastic_ddp.ray_internals.this_job import RUN
 
-FIRST, NUMBER, RESTARTS, RESOURCES = (f"elastic_ddp.{name}" for name in ("first", "number", "restarts", "resources"))
-"""Keys of a job's metadata: the id of the first job of its submission, how many restarts came before it, how many there
-may be, and the custom resources that its driver reserves, as JSON."""
 STOP_WAIT_S = 600
 """How long a driver may take to commit after a request to stop its job. Ray's default is 3 s, and then SIGKILL."""
 POLL_S = 1.0
 SILENT_S = 120.0
 """How long the job server may be silent, as after a restart of the head, while a log is followed."""
-_DEATHS = {
-    JobErrorType.JOB_SUPERVISOR_ACTOR_DIED: "its node or its job's supervisor died",
-    JobErrorType.JOB_SUPERVISOR_ACTOR_START_FAILURE: "its node or its job's supervisor died",
-    JobErrorType.JOB_SUPERVISOR_ACTOR_UNKNOWN_FAILURE: "its job's supervisor failed",
-    JobErrorType.JOB_SUPERVISOR_ACTOR_START_TIMEOUT: "no node had room for it",
-}
-"""Ends of a job that are not the program's own."""
 
 
 def submit(
@@ -112,34 +113,9 @@ def entrypoint(program: str, arguments: Sequence[str], restarts: int) -> str:
     return f"python -m elastic_ddp.driver.job_restarts && {command}" if restarts else command
 
 
-def how_it_died(job: JobDetails) -> str | None:
-    """Returns how a driver died; None if it runs, has returned, was stopped, or failed by an error of its program.
-
-    A driver dies if its node, the supervisor of its job, or a signal ends it. An exit status is an error of its
-    program, as is SIGINT.
-    """
-    if job.status != JobStatus.FAILED or job.error_type is None:
-        return None
-    code = job.driver_exit_code or 0
-    number = -code if code < 0 else code - 128
-    if job.error_type == JobErrorType.JOB_ENTRYPOINT_COMMAND_ERROR:
-        is_signal = number in {*signal.Signals} - {signal.SIGINT}
-        return f"{signal.Signals(number).name} ended it" if is_signal else None
-    return _DEATHS.get(JobErrorType(job.error_type))
-
-
-def following(job: JobDetails) -> str | None:
-    """Returns the id of the job that restarts the driver of a job; None if it is not restarted."""
-    metadata = job.metadata or {}
-    number = int(metadata.get(NUMBER, 0)) + 1
-    if number > int(metadata.get(RESTARTS, 0)) or how_it_died(job) is None:
-        return None
-    return f"{metadata[FIRST]}-{number}"
-
-
-def restart(client: JobSubmissionClient, job: JobDetails) -> str | None:
+def restart(client: JobSubmissionClient, jobs: Jobs, job: JobDetails) -> str | None:
     """Submits the job that restarts the driver of a job. Returns its id; None if the driver is not restarted."""
-    if (next_job := following(job)) is None:
+    if (next_job := following(jobs, job)) is None:
         return None
     metadata = {name: value for name, value in (job.metadata or {}).items() if not name.startswith(RUN)}
     metadata[NUMBER] = next_job.rpartition("-")[2]
@@ -152,17 +128,9 @@ def restart(client: JobSubmissionClient, job: JobDetails) -> str | None:
     )
 
 
-def all_jobs(client: JobSubmissionClient) -> dict[str, JobDetails]:
+def all_jobs(client: JobSubmissionClient) -> Jobs:
     """Returns the jobs of Ray Jobs on the cluster by their ids, newest first."""
-    jobs = sorted(client.list_jobs(), key=lambda job: job.start_time or 0, reverse=True)
-    return {job.submission_id: job for job in jobs if job.submission_id is not None}
-
-
-def newest_of(jobs: Mapping[str, JobDetails], job: JobDetails) -> JobDetails:
-    """Returns the newest job of a job's submission: itself, or that of the last restart of its driver."""
-    while (next_job := following(job)) is not None and next_job in jobs:
-        job = jobs[next_job]
-    return job
+    return newest_first(client.list_jobs())
 
 
 def find_job(client: JobSubmissionClient, run: str) -> JobDetails:
@@ -171,43 +139,50 @@ def find_job(client: JobSubmissionClient, run: str) -> JobDetails:
     Raises:
         ConfigError: the cluster has no such job.
     """
-    jobs, name = all_jobs(client), run.rstrip("/").rpartition("/")[2]
-    if run in jobs:
-        return jobs[run]
-    for job in jobs.values():
-        if RUN + name in (job.metadata or {}):
-            return newest_of(jobs, job)
-    known = ", ".join(f"{id} ({describe(job)})" for id, job in jobs.items()) or "none"
-    raise ConfigError(
-        f"the cluster at {client.get_address()} has no submitted job of run {run!r}. Jobs: {known}. A job is known by "
-        "the name of its run once `fit` has begun, and by its id before."
-    )
-
-
-def describe(job: JobDetails) -> str:
-    """Returns the state of a job in a few words."""
-    if job.status != JobStatus.FAILED:
-        return job.status.lower()
-    if job.error_type == JobErrorType.JOB_ENTRYPOINT_COMMAND_ERROR and how_it_died(job) is None:
-        return f"failed: exit status {job.driver_exit_code}"
-    first_line = next(iter((job.message or "").splitlines()), "no reason is known")
-    return f"failed: {how_it_died(job) or first_line}"
+    jobs = all_jobs(client)
+    if (job := find(jobs, run)) is None:
+        known = ", ".join(f"{id} ({describe(job)})" for id, job in jobs.items()) or "none"
+        raise ConfigError(
+            f"the cluster at {client.get_address()} has no submitted job of run {run!r}. Jobs: {known}. A job is known "
+            "by the name of its run once `fit` has begun, and by its id before."
+        )
+    return job
 
 
 def stop_job(client: JobSubmissionClient, run: str) -> str | None:
-    """Asks the driver of a submitted run to commit and stop. Returns the id of its job; None if it has none that runs.
+    """Asks the driver of a submitted run to commit and stop. Returns the id of its job; None if it has ended for good.
 
-    The driver gets SIGTERM, and is not restarted.
+    The driver gets SIGTERM. It is not restarted, also if it dies meanwhile or has died already.
+
+    Raises:
+        ElasticDDPError: the job server does not accept the request.
     """
-    jobs = all_jobs(client)
-    try:
-        job = newest_of(jobs, find_job(client, run))
-    except ConfigError:
-        return None
-    if job.status.is_terminal() or job.submission_id is None:
-        return None
-    client.stop_job(job.submission_id)
-    return job.submission_id
+    rejected: str | None = None
+    while True:
+        jobs = all_jobs(client)
+        if (job := find(jobs, run)) is None or (job := newest_of(jobs, job)).submission_id is None:
+            return None
+        if job.status.is_terminal() and following(jobs, job) is None:
+            return None
+        if (next_job := next_id(job)) is not None and why_not_restarted(jobs, job) is None:
+            try:
+                client.submit_job(entrypoint="true", submission_id=next_job, metadata=dict(marker(job, STOPPED)))
+            except RuntimeError as error:
+                if rejected == next_job:
+                    raise ElasticDDPError(f"the job server does not accept the request: {last_line(error)}") from error
+                rejected = next_job  # the driver may have died, and may have been restarted
+                continue
+        try:
+            if not job.status.is_terminal():
+                client.stop_job(job.submission_id)
+        except RuntimeError as error:
+            raise ElasticDDPError(f"the job server does not accept the request: {last_line(error)}") from error
+        return job.submission_id
+
+
+def last_line(error: Exception) -> str:
+    """Returns the last line of an error's message: those of the job server contain a traceback."""
+    return next(reversed(str(error).strip().splitlines()), type(error).__name__)
 
 
 def follow(
@@ -248,7 +223,7 @@ def follow(
                 "was restarted without Redis. The same command resumes the run from its newest commit."
             )
         if details.status.is_terminal():
-            if (next_job := following(details)) is None:
+            if (next_job := following(jobs, details)) is None:
                 return details
             if next_job in jobs:
                 note(f"{job} {describe(details)}. {next_job} restarts it.")

@@ -177,8 +177,16 @@ class RunHandle:
     def stop(self) -> None:
         """Requests that the run commit and stop at the next step boundary, as Ctrl-C in its driver does.
 
-        Returns once the run has accepted the request. The same command resumes the run.
+        Returns once the run has accepted the request. The same command resumes the run. A submitted driver is not
+        restarted, also if it dies before the commit.
+
+        Raises:
+            ElasticDDPError: the run has ended, or the driver of a submitted run has died and is restarted.
         """
+        if (job := self.status()["driver"].get("job")) is not None:
+            from elastic_ddp.driver.submissions import STOPPED, forbid_restart
+
+            forbid_restart(job, STOPPED)
         self._call("stop")
 
     def stacks(self) -> Mapping[str, Any]:

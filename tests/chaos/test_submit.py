@@ -15,7 +15,8 @@ import pytest
 from ray.cluster_utils import Cluster
 from ray.job_submission import JobStatus, JobSubmissionClient
 
-from elastic_ddp.driver.jobs import all_jobs, find_job, how_it_died
+from elastic_ddp.driver.jobs import all_jobs, find_job
+from elastic_ddp.driver.submissions import how_it_died
 from elastic_ddp.ray_internals.jobs import connect_to_jobs
 from tests.integration import jobs
 from tests.integration.clusters import kill, status
@@ -98,10 +99,7 @@ def test_a_submitted_run_survives_a_kill_of_its_driver_and_the_death_of_its_node
 
     def driver() -> Mapping[str, Any]:
         """The driver of the run, once it trains at step 20, where it stays; empty before."""
-        try:
-            facts = status(head, NAME)
-        except ValueError:  # Ray has printed that a node died
-            return {}
+        facts = status(head, NAME)
         return facts["driver"] if facts["state"] == "training" and facts["last_commit"] == 20 else {}
 
     until(driver, client)
@@ -143,3 +141,43 @@ def test_a_failed_program_is_not_restarted_and_a_stopped_one_commits(
     facts = jobs.summary(tmp_path, NAME)
     assert facts["status"] == "stopped" and facts["steps"] > 20, "it has committed"
     assert len(all_jobs(client)) == 3
+
+
+def begin(head: Cluster, client: JobSubmissionClient, program: Path, arguments: list[Any]) -> tuple[str, Any]:
+    """Submits a driver with restarts to a new node, and waits until it trains at step 20. Returns its job and node."""
+    node = head.add_node(num_cpus=0, object_store_memory=10**8, resources={"driver": 1})
+    options = ["--no-working-dir", "--restarts", "2", "--entrypoint-resources", '{"driver": 1}']
+    job = call("submit", program, *options, "--", *arguments).split()[2]
+
+    def trains() -> bool:
+        facts = status(head, NAME)
+        return facts["state"] == "training" and facts["driver"]["job"] == job and facts["last_commit"] == 20
+
+    until(trains, client)
+    return job, node
+
+
+def have_ended(client: JobSubmissionClient) -> bool:
+    return all(job.status.is_terminal() for job in all_jobs(client).values())
+
+
+def test_a_stop_wins_over_the_restarts_of_a_live_run(
+    head: Cluster, folder: Path, program: Path, tmp_path: Path
+) -> None:
+    client, arguments = connect_to_jobs(), [folder / "data", tmp_path / "runs", NAME, "1", "ask", tmp_path / "m", "20"]
+    job, _ = begin(head, client, program, arguments)
+    assert "stopping" in call("stop", NAME)
+    until(lambda: have_ended(client), client)
+    assert jobs.summary(tmp_path, NAME)["status"] == "stopped"
+    assert all_jobs(client)[f"{job}-1"].message == "It is not restarted: it was stopped."
+
+
+def test_a_stop_wins_over_a_pending_restart(head: Cluster, folder: Path, program: Path, tmp_path: Path) -> None:
+    client, arguments = connect_to_jobs(), [folder / "data", tmp_path / "runs", NAME, "1", "ask", tmp_path / "m", "20"]
+    job, node = begin(head, client, program, arguments)
+    kill(head, node)
+    until(lambda: f"{job}-1" in all_jobs(client), client)  # no node has room for it
+    assert "stopping" in call("stop", NAME)
+    head.add_node(num_cpus=0, object_store_memory=10**8, resources={"driver": 1})
+    until(lambda: have_ended(client), client)
+    assert all_jobs(client).keys() == {job, f"{job}-1", f"{job}-2"}

@@ -4,82 +4,23 @@ from __future__ import annotations
 
 import shlex
 import signal
-from collections.abc import AsyncIterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from ray.job_submission import JobDetails, JobErrorType, JobStatus, JobType
+from ray.job_submission import JobErrorType, JobStatus
 from typer.testing import CliRunner, Result
 
 from elastic_ddp.cli.main import app
 from elastic_ddp.driver import jobs
 from elastic_ddp.driver.checks import check_is_kept
 from elastic_ddp.driver.job_restarts import watch
-from elastic_ddp.driver.jobs import FIRST, NUMBER, RESTARTS, STOP_WAIT_S, entrypoint, find_job, follow, how_it_died
+from elastic_ddp.driver.jobs import STOP_WAIT_S, entrypoint, find_job, follow
+from elastic_ddp.driver.submissions import FIRST, NUMBER, RESTARTS, how_it_died
 from elastic_ddp.errors import ConfigError, ElasticDDPError
 from elastic_ddp.ray_internals.this_job import RUN, this_job
-
-DIED = JobErrorType.JOB_SUPERVISOR_ACTOR_DIED
-EXITED = JobErrorType.JOB_ENTRYPOINT_COMMAND_ERROR
-
-
-@dataclass
-class JobServer:
-    """A job server and its client. `logs` has the chunks of each connection that follows a job's log, in order."""
-
-    jobs: dict[str, JobDetails] = field(default_factory=dict)
-    submitted: list[dict[str, Any]] = field(default_factory=list)
-    stopped: list[str] = field(default_factory=list)
-    logs: dict[str, list[list[str]]] = field(default_factory=dict)
-    is_down: bool = False
-
-    def get_address(self) -> str:
-        return "http://head:8265"
-
-    def submit_job(self, **request: Any) -> str:
-        name = request["submission_id"]
-        if name in self.jobs:
-            raise RuntimeError(f"Job with submission_id {name} already exists")
-        self.submitted.append(request)
-        facts = {"entrypoint": request["entrypoint"], "runtime_env": request["runtime_env"]}
-        self.add(name, metadata=dict(request["metadata"]), **facts)
-        return name
-
-    def add(self, name: str, status: JobStatus = JobStatus.RUNNING, **facts: Any) -> None:
-        details = {"entrypoint": "python train.py", "metadata": {}, "start_time": len(self.jobs), **facts}
-        self.jobs[name] = JobDetails(type=JobType.SUBMISSION, submission_id=name, status=status, **details)
-
-    def end(self, name: str, error: JobErrorType | None = None, code: int | None = None) -> None:
-        status = JobStatus.SUCCEEDED if error is None else JobStatus.FAILED
-        error_type = error.value if error is not None else None
-        changes = {"status": status, "error_type": error_type, "driver_exit_code": code}
-        self.jobs[name] = self.jobs[name].model_copy(update=changes)
-
-    def begin_run(self, name: str, run: str) -> None:
-        metadata = self.jobs[name].metadata or {}
-        self.jobs[name] = self.jobs[name].model_copy(update={"metadata": {**metadata, RUN + run: "s3://runs"}})
-
-    def list_jobs(self) -> list[JobDetails]:
-        if self.is_down:
-            raise ConnectionError("refused")
-        return list(self.jobs.values())
-
-    def stop_job(self, name: str) -> bool:
-        self.stopped.append(name)
-        return True
-
-    def get_job_logs(self, name: str) -> str:
-        if not self.logs.get(name):
-            raise RuntimeError("Request failed with status code 500")
-        return "".join(self.logs[name][-1])
-
-    async def tail_job_logs(self, name: str) -> AsyncIterator[str]:
-        for chunk in self.logs[name].pop(0) if self.logs.get(name) else []:
-            yield chunk
-        raise RuntimeError("WebSocket connection closed unexpectedly")
+from tests.unit.job_server import DIED, EXITED, JobServer
 
 
 @pytest.fixture
@@ -223,7 +164,7 @@ def test_a_driver_dies_by_a_signal_or_with_its_node_not_by_an_exit_status(
 def test_a_stopped_driver_is_not_restarted() -> None:
     server = JobServer()
     server.add("train-1", JobStatus.STOPPED, metadata={FIRST: "train-1", NUMBER: "0", RESTARTS: "3"})
-    watch("train-1", lambda: server, sleep=pytest.fail)  # type: ignore[arg-type, return-value]
+    watch("train-1", lambda: server, pytest.fail, sleep=pytest.fail)  # type: ignore[arg-type, return-value]
     assert not server.submitted
 
 
@@ -238,7 +179,7 @@ def test_a_driver_that_dies_is_restarted_until_its_restarts_are_used_up(server: 
         slept.append(len(server.submitted))
         server.end(list(server.jobs)[-1], DIED)
 
-    watch(first, lambda: server, sleep)  # type: ignore[arg-type, return-value]
+    watch(first, lambda: server, pytest.fail, sleep)  # type: ignore[arg-type, return-value]
     assert [request["submission_id"] for request in server.submitted] == [first, f"{first}-1", f"{first}-2"]
     before, *others = [{**request, "submission_id": "", "metadata": {}} for request in server.submitted]
     assert others == [before, before]
@@ -260,13 +201,13 @@ def test_restarts_continue_after_a_silent_job_server_and_in_a_new_process(server
         server.is_down = False
 
     with pytest.raises(Killed):
-        watch(first, lambda: server, comes_back)  # type: ignore[arg-type, return-value]
+        watch(first, lambda: server, pytest.fail, comes_back)  # type: ignore[arg-type, return-value]
     server.end(f"{first}-1", DIED)
     with pytest.raises(Killed):
-        watch(first, lambda: server, comes_back)  # type: ignore[arg-type, return-value]
+        watch(first, lambda: server, pytest.fail, comes_back)  # type: ignore[arg-type, return-value]
     assert list(server.jobs) == [first, f"{first}-1", f"{first}-2"]
     server.end(f"{first}-2")
-    watch(first, lambda: server, pytest.fail)  # type: ignore[arg-type, return-value]
+    watch(first, lambda: server, pytest.fail, pytest.fail)  # type: ignore[arg-type, return-value]
 
 
 def test_a_program_without_restarts_starts_nothing_besides_itself() -> None:
