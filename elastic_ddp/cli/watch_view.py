@@ -125,7 +125,7 @@ def _facts(summary: Mapping[str, Any], ledger: Sequence[Event], now: float) -> T
         newest = commits[-1]
         age = clock_face(max(0.0, now - newest.time))
         size = "" if newest.num_bytes is None else f", {newest.num_bytes / 2**20:,.1f} MiB"
-        text = f"{len(commits):,}, newest at step {newest.step:,} {age} ago ({newest.seconds:.2f} s{size})"
+        text = f"{len(commits):,}, newest at step {newest.step:,}, {age} ago ({newest.seconds:.2f} s{size})"
         rows.add_row("commits", text)
     if (share := summary["goodput"]["goodput"]) is not None:
         rows.add_row("goodput", f"{100 * share:.1f} %")
