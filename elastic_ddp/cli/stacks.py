@@ -46,17 +46,19 @@ def stacks(
 def _now(run: str) -> Mapping[str, Any]:
     try:
         handle = get_run(run)
-    except ConfigError:  # not live, or this machine is not a node of its cluster
+    except ConfigError as error:  # not live, or this machine is not a node of its cluster
         if "/" not in run:
             raise
-        return _of_last_hang(run)
+        if (facts := stacks_of_last_hang(RunLedger(run).read())) is None:
+            raise ConfigError(f"{error} Its ledger has no hang.") from error
+        return facts
     return handle.stacks()
 
 
 def _of_last_hang(run: str) -> Mapping[str, Any]:
     facts = stacks_of_last_hang(RunLedger(run).read())
     if facts is None:
-        raise ConfigError(f"{run}: its ledger has no hang. For the stacks of now, use the name of a live run.")
+        raise ConfigError(f"{run}: its ledger has no hang. Without --last-hang, a live run has the stacks of now.")
     return facts
 
 

@@ -241,7 +241,7 @@ class RunHandle:
             ElasticDDPError: the run does not train at the moment.
         """
         status = self.status()
-        check_profile(self.name, [member["rank"] for member in status["members"]], num_steps, ranks, timeout_s)
+        _check_profile(self.name, [member["rank"] for member in status["members"]], num_steps, ranks, timeout_s)
         if isinstance(request := self._call("request_profile", ranks, num_steps, memory), str):
             raise ElasticDDPError(f"run {self.name!r} cannot be profiled: {request}. Try again when it trains.")
         answers = self._answers(request, time.monotonic() + timeout_s)
@@ -267,7 +267,7 @@ class RunHandle:
             raise ElasticDDPError(f"run {self.name!r} has ended. `elastic-ddp show` shows how.") from error
 
 
-def check_profile(
+def _check_profile(
     run: str, known: Sequence[int], num_steps: int, ranks: Sequence[int] | None, timeout_s: float
 ) -> None:
     """Raises ConfigError if a run with the ranks `known` cannot be profiled in this way."""

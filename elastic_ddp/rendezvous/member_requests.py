@@ -85,7 +85,7 @@ class MemberRequests:
 
         def answer_of(member: str) -> Mapping[str, Any] | None:
             gone = why_gone(member)
-            return each.answers.get(member) or (None if gone is None else {"error": gone})
+            return each.answers.get(member) or (None if gone is None else {"error": gone.partition("\n")[0]})
 
         return [
             {"rank": rank, "node": member.node, "pid": member.pid, "id": member.id, "answer": answer_of(member.id)}

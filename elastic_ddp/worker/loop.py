@@ -99,7 +99,6 @@ class Loop:
                 self._warn()
             generation, index = membership.generation, self.state.position.step
             assert generation is not None
-            self.profiler.begin_step(index, generation.number)
             if index >= self.job.total_steps:
                 return
             config = self.job.config
@@ -159,7 +158,7 @@ class Loop:
         if membership.generation is not step.generation:
             return None
         self.client.activity.begin(f"the end of step {step.index}")
-        self.profiler.step_done(step.agreed.votes["profile"])
+        self.profiler.step_done(self.state.position.step, step.generation.number, step.agreed.votes["profile"])
         try:
             self._apply_agreement(step)
             more_steps = more_steps and self.state.position.step < self.job.total_steps

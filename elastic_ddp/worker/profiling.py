@@ -41,9 +41,9 @@ class _Profile:
     since: float
     num_votes: int = 0
     is_agreed: bool = False
-    """Whether all ranks of the request start at the next step."""
+    """Whether all ranks of the request can start."""
     recording: TraceRecording | None = None
-    """Prepared before the first step that all ranks have agreed on, which is slower, and started before the second."""
+    """Prepared once they agree, and started a step later: the first step after the preparation is slower."""
     first_step: int | None = None
     """The first recorded step; None before."""
     next_step: int = 0
@@ -91,18 +91,14 @@ class StepProfiler:
                 self._drop("another request has replaced it")
                 self._profile = _Profile(new.number, new.profile, rank, self._clock())
 
-    def step_done(self, votes: int) -> None:
-        """Decides whether all ranks of the request can start. `votes` is the sum of their votes in a step."""
-        profile = self._profile
-        if profile is None or profile.is_agreed:
-            return
-        if votes == profile.number * profile.request.num_ranks:
-            profile.is_agreed = True
-        elif profile.num_votes > 1 and self._clock() - profile.since >= START_WITHIN_S:
-            self._drop(f"not all {profile.request.num_ranks} ranks could start within {START_WITHIN_S:g} s")
+    def step_done(self, step: int, generation: int, votes: int) -> None:
+        """Prepares, starts or ends the recording, between two steps. Call it before the next step begins in the trace.
 
-    def begin_step(self, step: int, generation: int) -> None:
-        """Prepares, starts or ends the recording, at the boundary before a step."""
+        Args:
+            step: the number of steps done, which is the index of the next step.
+            generation: the number of the generation of the step.
+            votes: the sum of the votes of all ranks in the step.
+        """
         profile = self._profile
         if profile is None or profile.request.generation > generation:
             return
@@ -110,12 +106,20 @@ class StepProfiler:
             self.interrupt(MEMBERSHIP_CHANGES)
             return
         profile.next_step = step
-        if profile.is_agreed and profile.recording is None:
-            self._attempt(self._prepare, profile)
-        elif profile.is_agreed and profile.first_step is None:
+        if not profile.is_agreed:
+            self._decide(profile, votes)
+        elif profile.first_step is None:
             self._attempt(self._start, profile)
         elif profile.num_done >= profile.request.num_steps:
             self._attempt(self._end, profile)
+
+    def _decide(self, profile: _Profile, votes: int) -> None:
+        """Prepares the recording if all ranks of the request can start."""
+        if votes == profile.number * profile.request.num_ranks:
+            profile.is_agreed = True
+            self._attempt(self._prepare, profile)
+        elif profile.num_votes > 1 and self._clock() - profile.since >= START_WITHIN_S:
+            self._drop(f"not all {profile.request.num_ranks} ranks could start within {START_WITHIN_S:g} s")
 
     def interrupt(self, reason: str) -> None:
         """Ends a profile with the steps that are done, or drops it if there are none."""

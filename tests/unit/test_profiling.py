@@ -48,6 +48,7 @@ def test_a_rank_records_the_asked_steps_and_stores_trace_and_figures(new_run: Ne
     assert "aten::addmm" in {each["name"] for each in answer["memory"]["operators"]}
     events = json.loads(gzip.decompress((tmp_path / "run" / answer["trace"]).read_bytes()))["traceEvents"]
     calls = [event for event in events if event["name"] == "aten::addmm"]
+    assert {"step 3", "step 4", "forward", "backward"} <= {event["name"] for event in events}
     assert len(calls) == 2 * 2 * run._loop.job.config.num_micro_batches, "two layers, in two steps"
     stored = json.loads((tmp_path / "run" / FOLDER / "rank-0-figures.json").read_text())
     assert stored == answer

@@ -163,11 +163,18 @@ def test_the_stacks_of_the_last_hang_come_from_the_ledger(tmp_path: Path, monkey
         invoke("stacks", "lm")
 
 
-def test_a_run_without_a_hang_has_no_stacks(tmp_path: Path) -> None:
+def test_a_run_without_a_hang_has_no_stacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert stacks_of_last_hang([ledger_event("session_started")]) is None
     write_ledger(tmp_path, "s1", ("session_started", {"config": {"name": "lm"}}))
     with pytest.raises(ConfigError, match=r"its ledger has no hang"):
         invoke("stacks", "--last-hang", str(tmp_path))
+
+    def not_live(run: str) -> Any:
+        raise ConfigError("this run has finished.")
+
+    monkeypatch.setattr(cli_stacks, "get_run", not_live)
+    with pytest.raises(ConfigError, match=r"this run has finished\. Its ledger has no hang"):
+        invoke("stacks", str(tmp_path))
 
 
 def test_stacks_of_a_ledger_without_worker_ids_have_no_ranks() -> None:
