@@ -6,15 +6,23 @@ import gzip
 import json
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
+from elastic_ddp.config.run_config import RunConfig
+from elastic_ddp.distributed.process_group import ProcessGroup
 from elastic_ddp.rendezvous.member_requests import MemberRequest, ProfileRequest
+from elastic_ddp.storage.storage import Storage
 from elastic_ddp.worker import profiling, trace_recording
+from elastic_ddp.worker.job import Job
+from elastic_ddp.worker.loop import Loop
 from elastic_ddp.worker.run import Run
 from elastic_ddp.worker.step import Step
-from tests.unit.single_worker import NewRun, PeerFailures, client_of, train
+from tests.ranks import run_ranks
+from tests.unit.single_worker import CPU, FakeFeed, FakeIndex, NewRun, PeerFailures, client_of, train
+from tests.unit.test_torn_steps import ClientOfTwo
 
 FOLDER = "profiles/20261127T101500Z"
 
@@ -74,6 +82,40 @@ def test_ranks_start_only_once_all_of_them_can(new_run: NewRun, monkeypatch: pyt
     run = new_run()
     train(run, ask_in(run, 1, num_ranks=2))
     assert answer_of(run) == {"error": "not all 2 ranks could start within 0 s"}
+
+
+def train_on_two(group: ProcessGroup, folder: Path, received_in: tuple[int, int] | None) -> dict[str, Any]:
+    """Trains on two ranks, which receive a request in different steps. Returns the outcome and the answer."""
+    group.barrier()
+    group.close(intact=True)
+    client: Any = ClientOfTwo(group, [None])
+    settings: dict[str, Any] = {"name": "test", "steps": 8, "global_batch_size": 8, "micro_batch_size": 2}
+    config = RunConfig(**settings, storage=str(folder), max_workers=2)
+    index: Any = FakeIndex(80)
+    job = Job(config=config, train=train, index=index, transform=None, storage=Storage(folder))
+    torch.manual_seed(0)
+    with mock.patch("elastic_ddp.worker.generation.MicroBatchFeed", FakeFeed):
+        run = Run(Loop(job, client, CPU))
+
+        def in_step(step: Step) -> None:
+            if received_in is not None and step.index == received_in[group.rank]:
+                ask(run, generation=group.assignment.generation + 1, num_ranks=2)
+
+        outcome = train(run, in_step)
+    run._loop.profiler.close()
+    run._loop.membership.leave(intact=True)
+    return {"weights": outcome["weights_sha256"], "answers": client.answers}
+
+
+def test_all_ranks_record_the_same_steps_whenever_they_receive_the_request(tmp_path: Path) -> None:
+    undisturbed, _ = run_ranks(2, train_on_two, tmp_path / "undisturbed", None)
+    profiled = run_ranks(2, train_on_two, tmp_path / "profiled", (0, 2))
+    for rank in profiled:
+        assert rank["weights"] == undisturbed["weights"]
+        ((number, answer),) = rank["answers"]
+        assert (number, answer["first_step"], answer["num_steps"]) == (1, 4, 2)
+        assert answer["compute_s"] > 0 and answer["communication_s"] > 0
+    assert len([*(tmp_path / "profiled" / FOLDER).glob("rank-*.json.gz")]) == 2
 
 
 def test_a_profile_ends_with_its_generation_and_keeps_the_steps_that_are_done(new_run: NewRun) -> None:
