@@ -11,6 +11,7 @@ from elastic_ddp.report.figure import (
     broken,
     escape,
     hover_end,
+    layout_axis,
     of_run,
     panels,
     stacked,
@@ -130,7 +131,7 @@ def gpus(histories: Sequence[History]) -> Chart | None:
         named.add(trace["name"])
     layout = time_panels(titles, histories)
     for row, title in enumerate(titles):
-        layout[y_axis(row).replace("y", "yaxis")] |= {"range": [0, 100]} if "%" in title else {"rangemode": "tozero"}
+        layout[layout_axis(row)] |= {"range": [0, 100]} if "%" in title else {"rangemode": "tozero"}
     caption = "Memory: of the rank with the most. Utilization: mean of the ranks."
     return Chart(title="GPUs", caption=caption, data=data, layout=layout)
 

@@ -51,6 +51,7 @@ def over_time(
     name: str,
     histories: Sequence[History],
 ) -> dict[str, Any]:
+    """A line of values over time."""
     return {
         "mode": "lines" if len(points) > 1 else "markers",
         "x": [None if point is None else point.at / size for point in points],
@@ -71,10 +72,9 @@ def thin(points: list[Point], value: Callable[[Point], float | None]) -> list[Po
         return points
     kept = []
     for begin in range(0, len(points), width):
-        part = sorted(points[begin : begin + width], key=lambda point: value(point) or 0.0)
-        kept += sorted(
-            {id(point): point for point in (part[0], part[-1])}.values(), key=lambda point: (point.session, point.step)
-        )
+        part = points[begin : begin + width]
+        ends = sorted(range(len(part)), key=lambda index: value(part[index]) or 0.0)
+        kept += [part[index] for index in sorted({ends[0], ends[-1]})]
     return kept
 
 
@@ -91,6 +91,7 @@ def broken(points: Iterable[P]) -> list[P | None]:
 
 
 def time_unit(histories: Sequence[History]) -> tuple[float, str]:
+    """The seconds in the unit of the time axis, and its name: the same for all runs."""
     longest_s = max((history.seconds for history in histories), default=0.0)
     return next((size, unit) for at_least, size, unit in _UNITS if longest_s >= at_least)
 
@@ -118,7 +119,7 @@ def panels(titles: Sequence[str], x_title: str) -> dict[str, Any]:
     }
     for row, title in enumerate(titles):
         top = 1 - row * (_ROW_PX + _GAP_PX) / plot_px
-        layout[y_axis(row).replace("y", "yaxis")] = {"domain": [max(0.0, top - _ROW_PX / plot_px), top]}
+        layout[layout_axis(row)] = {"domain": [max(0.0, top - _ROW_PX / plot_px), top]}
         place = {"xref": "paper", "x": 0, "xanchor": "left", "yref": "paper", "y": top, "yanchor": "bottom"}
         layout["annotations"].append({**place, "text": escape(title), "showarrow": False})
     return layout
@@ -128,7 +129,7 @@ def time_panels(titles: Sequence[str], histories: Sequence[History]) -> dict[str
     """A layout of panels over the time of the longest run: the same axis in all charts."""
     size, unit = time_unit(histories)
     layout = panels(titles, f"time in the run ({unit})")
-    layout["xaxis"]["range"] = [0, 1.02 * max(history.seconds for history in histories) / size]
+    layout["xaxis"]["range"] = [0, 1.02 * max(1.0, *(history.seconds for history in histories)) / size]
     return layout
 
 
@@ -143,7 +144,13 @@ def bars(count: int, x_title: str) -> dict[str, Any]:
 
 
 def y_axis(row: int) -> str:
+    """The y axis of a panel, as a trace names it."""
     return "y" if row == 0 else f"y{row + 1}"
+
+
+def layout_axis(row: int) -> str:
+    """The y axis of a panel, as the layout names it."""
+    return y_axis(row).replace("y", "yaxis")
 
 
 def hover_end(histories: Sequence[History]) -> str:
@@ -152,4 +159,5 @@ def hover_end(histories: Sequence[History]) -> str:
 
 
 def escape(text: str) -> str:
+    """Text as Plotly shows it."""
     return html.escape(printable(text), quote=False)

@@ -24,7 +24,7 @@ _STYLE = (
 
 
 def draw(history: History) -> str:
-    """Returns the picture as SVG."""
+    """Returns the picture as SVG: the workers above the training loss, and a line for each worker lost or drained."""
     size, unit = time_unit([history])
     losses = thin([point for point in history.points if point.loss is not None], loss_of)
     values = [point.loss for point in losses if point.loss is not None]
@@ -38,10 +38,12 @@ def draw(history: History) -> str:
     loss = _Scale(low - 0.05 * (high - low or 1), high + 0.05 * (high - low or 1), *_PANELS["training loss"][::-1])
     title = _text(f"{history.label}: {headline(history.summary)}")
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img"><title>{title}</title>',
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH}" height="{_HEIGHT}"',
+        f'viewBox="0 0 {_WIDTH} {_HEIGHT}">',
+        f"<title>{title}</title>",
         f"<style>{_STYLE}</style>",
-        *_grid(x, workers, [count for count in range(most + 1) if count % max(1, most // 3) == 0], "workers"),
-        *_grid(x, loss, _ticks(loss.low, loss.high), "training loss"),
+        *_grid(workers, [count for count in range(most + 1) if count % max(1, most // 3) == 0], "workers"),
+        *_grid(loss, _ticks(loss.low, loss.high), "training loss"),
         *_time_axis(x, size, unit),
         *_steps(history, x, workers),
     ]
@@ -62,7 +64,7 @@ class _Scale:
         return round(self._first_px + share * (self._last_px - self._first_px), 1)
 
 
-def _grid(x: _Scale, y: _Scale, ticks: Sequence[float], title: str) -> Iterator[str]:
+def _grid(y: _Scale, ticks: Sequence[float], title: str) -> Iterator[str]:
     top, bottom = _PANELS[title]
     for tick in ticks:
         yield f'<path class="grid" d="M{_LEFT} {y(tick)}H{_WIDTH - _RIGHT}"/>'

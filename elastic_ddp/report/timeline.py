@@ -11,6 +11,7 @@ from elastic_ddp.report.figure import (
     broken,
     escape,
     hover_end,
+    layout_axis,
     loss_of,
     of_run,
     over_time,
@@ -75,7 +76,8 @@ def timeline(histories: Sequence[History]) -> Chart | None:
     layout = time_panels(titles, histories)
     highest = max((count for history in histories for _, count in history.sizes), default=0)
     layout["yaxis"] |= {"range": [-0.12 * max(highest, 1), 1.25 * max(highest, 1)], "dtick": max(1, highest // 4)}
-    layout.get("yaxis3", {})["rangemode"] = "tozero"
+    if "samples/s" in titles:
+        layout[layout_axis(titles.index("samples/s"))]["rangemode"] = "tozero"
     layout["shapes"] = _lines(histories[0], size) if len(histories) == 1 else []
     symbols = "Symbols: × worker lost, ▲ joined, ▼ drained, ✦ resumed, | commit. " if len(histories) > 1 else ""
     paused = any(history.summary["sessions"] > 1 for history in histories)
