@@ -14,7 +14,10 @@ import elastic_ddp as ed
 from elastic_ddp.errors import ConfigError, StorageError
 from elastic_ddp.loggers import delivery, run_loggers
 from elastic_ddp.loggers.run_loggers import open_loggers
-from elastic_ddp.telemetry.events import SessionStarted
+from elastic_ddp.storage.storage import Storage
+from elastic_ddp.telemetry.event import Event
+from elastic_ddp.telemetry.events import CommitSucceeded, RunFinished, SessionStarted
+from elastic_ddp.telemetry.ledger import read_ledger
 from elastic_ddp.telemetry.step_values import StepValues
 from tests.unit.logged_runs import LAST, Keeper, driver, newest_commit, session_events, step_events, until
 
@@ -86,7 +89,31 @@ def test_a_logger_that_fails_gets_what_it_lacks_and_one_line_says_so(tmp_path: P
         "logger Failing0 failed, and training continues: ConnectionError: http://…@host is away. Check it; the driver "
         "retries, and sends the steps that it lacks once it works"
     )
-    assert this.notes[1:2] in ([], ["logger Failing0 works again"])
+
+
+class Away(Keeper):
+    """Fails until it is back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_back = threading.Event()
+
+    def log(self, step: int, values: Mapping[str, float], time: float) -> None:
+        if not self.is_back.is_set():
+            raise OSError("no space left on device")
+        super().log(step, values, time)
+
+
+def test_a_logger_that_was_away_for_long_is_named_once_and_when_it_works_again(tmp_path: Path) -> None:
+    away = Away()
+    with driver(tmp_path, "1", away) as this:
+        this.record(*session_events())
+        until(lambda: len(away.runs) > 5)
+        assert len(this.notes) == 1 and away.steps == []
+        away.is_back.set()
+        this.loggers.finish("finished")
+    assert away.steps == ALL
+    assert this.notes[1:] == ["logger Away0 works again"]
 
 
 class Stuck(Keeper):
@@ -115,6 +142,24 @@ def test_a_slow_logger_does_not_hold_up_the_driver_and_catches_up(
         slow.released.set()
         until(lambda: slow.steps == quick.steps == list(range(1, 39)))
     assert this.notes == []
+
+
+def test_an_event_that_comes_while_the_ledger_is_read_counts_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keeper = Keeper()
+    commit = CommitSucceeded(generation=1, step=1, seconds=0.5)
+
+    def read(storage: Storage) -> list[Event]:
+        this.record(SessionStarted(), *step_events(1), *step_events(2), commit, *step_events(3))
+        return read_ledger(storage)
+
+    monkeypatch.setattr(delivery, "read_ledger", read)
+    with driver(tmp_path, "1", keeper) as this:
+        until(lambda: keeper.steps == [1, 2])
+        this.record(RunFinished(status="finished"))
+        this.loggers.finish("finished")
+    assert [values.get("commit/seconds") for _, values in keeper.kept] == [None, 0.5, None]
 
 
 def test_the_end_waits_for_a_stuck_logger_for_a_bounded_time_only(
