@@ -11,8 +11,13 @@ from typing import Any
 import pytest
 
 from elastic_ddp.errors import TrainFunctionError
+from elastic_ddp.report.charts import charts
+from elastic_ddp.report.history import History, read_history
+from elastic_ddp.report.picture import draw
+from elastic_ddp.storage.storage import Storage
+from elastic_ddp.telemetry import read_ledger
 from tests.chaos.faults import Fault, drive
-from tests.chaos.runs import Trial
+from tests.chaos.runs import STEPS, Trial
 from tests.integration import jobs
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_node")]
@@ -82,7 +87,21 @@ def test_a_sample_of_faults_in_one_run_makes_no_difference(folder: Path, calm: M
         Fault(1, 40, "data", "SIGTERM"),
     ]
     run = Trial(folder, "sample", faults, {"heartbeat_timeout_s": 3.0, "drain_deadline_s": 6.0})
-    run.check(run.fit().summary, calm)
+    summary = run.fit().summary
+    run.check(summary, calm)
+    check_report(read_history(read_ledger(Storage(folder / "runs" / run.name))), summary)
+
+
+def check_report(history: History, summary: Mapping[str, Any]) -> None:
+    """Checks that the report of the run says what happened."""
+    marked = {kind: [mark for mark in history.marks if mark.kind == kind] for kind in ("lost", "drained", "joined")}
+    lost = sum(int(mark.text.partition(" ")[0]) for mark in marked["lost"])
+    assert lost == summary["workers_lost"] >= 4 and len(marked["drained"]) == 1 and len(marked["joined"]) >= 3
+    times = [mark.at for mark in history.marks]
+    assert times == sorted(times) and times[-1] <= history.seconds
+    assert max(size for _, size in history.sizes) == 3 and history.points[-1].step == STEPS
+    assert {"What happened", "Stalls", "Commits"} <= {chart.title for chart in charts([history])}
+    assert draw(history).count(">worker lost<") >= 1
 
 
 @pytest.mark.chaos

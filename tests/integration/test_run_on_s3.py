@@ -17,6 +17,7 @@ from elastic_ddp.loggers.tensorboard import FOLDER, read_records
 from elastic_ddp.storage.storage import Storage
 from elastic_ddp.telemetry import read_ledger
 from tests.integration import jobs
+from tests.unit.test_cli import invoke
 
 pytestmark = pytest.mark.slow
 
@@ -41,6 +42,10 @@ def test_a_run_on_s3_has_the_same_bits_as_a_local_run(undisturbed: Mapping[str, 
     files = [Storage(f"{s3}/runs/run").read(key) for key in Storage(f"{s3}/runs/run").list(FOLDER)]
     logged = [Event.FromString(record) for data in files for record in read_records(data)]
     assert [event.step for event in logged if event.step] == list(range(1, jobs.STEPS + 1)), "each step once, in order"
+
+    picture = tmp_path / "run.svg"
+    invoke("report", f"{s3}/runs/run", "-o", str(picture))
+    assert ">resumed<" in picture.read_text(), "a report needs the storage only"
 
     secret = os.environ["AWS_SECRET_ACCESS_KEY"].encode()
     runs = Storage(f"{s3}/runs")
