@@ -90,6 +90,13 @@ def test_the_driver_retries_while_the_rendezvous_fails(drive: Drive, monkeypatch
     assert drive(lambda _: None)[-1].event == "finished" and next(failures, None) is None
 
 
+def test_the_metrics_get_each_event_of_the_ledger(drive: Drive, monkeypatch: pytest.MonkeyPatch) -> None:
+    recorded: list[str] = []
+    monkeypatch.setattr(session_module.RunMetrics, "record", lambda metrics, event: recorded.append(event.event))
+    assert [event.event for event in drive(lambda _: None)] == recorded
+    assert recorded[0] == "session_started" and recorded[-2:] == ["failed", "finished"]
+
+
 class SilentRendezvous:
     """Its process does not answer any more."""
 
