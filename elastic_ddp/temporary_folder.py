@@ -25,17 +25,18 @@ class TemporaryFolder:
         _remove_abandoned()
         # The folder gets its name once it is locked, so no other process takes it for abandoned.
         new = tempfile.mkdtemp(prefix=f".{PREFIX}")
-        self._lock: int | None = os.open(new, os.O_RDONLY)
+        lock = os.open(new, os.O_RDONLY)
+        self._locks = [lock]
         with suppress(OSError):  # a file system without locks, on which no folder counts as abandoned
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         self.path = os.path.join(os.path.dirname(new), f"{PREFIX}{name}-{new.rpartition('-')[2]}")
         os.rename(new, self.path)
 
     def close(self) -> None:
+        """Removes the folder. Callable more than once, and from several threads at a time."""
         shutil.rmtree(self.path, ignore_errors=True)
-        if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
+        with suppress(IndexError):
+            os.close(self._locks.pop())  # one thread gets it: the number of a closed descriptor is soon another file's
 
 
 def _remove_abandoned() -> None:

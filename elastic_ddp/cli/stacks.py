@@ -77,7 +77,7 @@ def _lines(facts: Mapping[str, Any]) -> Iterator[Text]:
             names = ", ".join(dict.fromkeys(thread["name"] for _, thread in same))
             owners = list({worker["id"]: worker for worker, _ in same}.values())
             of = f" of {_name(owners)}" if len(owners) < len(group) else ""
-            yield Text(f"  Thread {names}{of}", style="dim")
+            yield Text(f"Thread {names}{of}", style="dim")
             yield Text(same[0][1]["stack"], style="dim")
     for group in _grouped(facts["missing"], lambda worker: worker["reason"]):
         nodes = ", ".join(dict.fromkeys(str(worker["node"]) for worker in group))

@@ -33,6 +33,8 @@ _MARK = ":ray_message:"
 """Start of a line that Ray's Python code logged in a worker."""
 _NATIVE = re.compile(r"\[\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d+ [A-Z] \d+ \d+\] ")
 """Start of a line of Ray's C++ code, which every process may print."""
+_OF_PROFILER = "ERROR: External init callback must run in same thread as registerClient"
+"""Start of a line that torch's profiler prints if it starts in another thread than the main one. It means nothing."""
 _MORE_OF_NATIVE = re.compile(r"\s|\*\*\* |\S+\(\S*\+0x[0-9a-f]+\) ")
 """Start of further lines of such a message: text that is indented, or frames of a C++ stack."""
 _LOG = "ray_print_logs"
@@ -142,7 +144,7 @@ def split(batch: Batch) -> tuple[list[str], list[str]]:
     is_native = False
     for line in lines:
         is_native = bool(_NATIVE.match(line) or (is_native and _MORE_OF_NATIVE.match(line)))
-        if is_native or line.startswith(_MARK):
+        if is_native or line.startswith((_MARK, _OF_PROFILER)):
             own.append(line.removeprefix(_MARK))
         else:
             others.append(line)

@@ -27,6 +27,7 @@ NATIVE = [
     "*** StackTrace Information ***",
     "/site-packages/ray/_raylet.so(+0x15fb1aa) [0x7f1b2c3d4e5f] ray::operator<<()",
     "    a line of the same message",
+    "ERROR: External init callback must run in same thread as registerClient (1751463616 != -1656280192)",
 ]
 
 Prints = Callable[..., None]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -47,3 +48,21 @@ def test_the_folder_of_a_killed_process_is_removed_by_the_next_one_alone(everywh
     mine.close()
     next_one.close()
     assert [*everywhere.iterdir()] == [other]
+
+
+def test_two_threads_may_close_a_folder_at_a_time(everywhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, closed = TemporaryFolder("calls"), list[int]()
+
+    def close(descriptor: int) -> None:
+        if not closed:
+            closed.append(descriptor)
+            folder.close()  # as another thread does meanwhile
+        else:
+            closed.append(descriptor)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(shutil, "rmtree", lambda *arguments, **named: None)
+        patched.setattr(os, "close", close)
+        folder.close()
+    assert len(closed) == 1
+    os.close(closed[0])
