@@ -139,7 +139,7 @@ def test_a_live_run_serves_all_requests(undisturbed: Mapping[str, Any], connecte
 
 
 @pytest.mark.chaos
-def test_stacks_and_profiles_name_the_ranks_that_do_not_answer(
+def test_stacks_name_the_ranks_that_do_not_answer(
     undisturbed: Mapping[str, Any], connected: Cluster, folder: Path
 ) -> None:
     connected.add_node(num_cpus=1, object_store_memory=10**8)
@@ -153,19 +153,8 @@ def test_stacks_and_profiles_name_the_ranks_that_do_not_answer(
         assert f"rank 1 ({last['node']}): no answer within 10 s" in shown
         assert "rank 1" in command(connected, "stacks", NAME).split("no answer")[0], "it answers again"
 
-        with ThreadPoolExecutor() as pool:
-            profiling = pool.submit(handle.profile, num_steps=20)
-            for _ in range(8):  # of them some before the profile begins
-                handle.checkpoint()
-            os.kill(last["pid"], signal.SIGKILL)
-            first, lost = profiling.result(60)["ranks"]
-        assert first["num_steps"] < 20 and first["ended_early"] == "workers joined, left or failed"
-        assert (folder / "runs" / NAME / first["trace"]).exists() and "exited" in lost["error"]
-        until(lambda: holds_with(2)(handle.status()), run)
         facts = finish(folder, run)
     assert jobs.same_bits(facts, undisturbed)
-    shown = command(connected, "checkpoints", "list", str(folder / "runs" / NAME))
-    assert str(facts["steps"]) in shown, "traces are not mistaken for commits"
 
 
 @pytest.mark.chaos
