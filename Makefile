@@ -68,7 +68,7 @@ soak: $(VENV)/.installed-dev ## train for twenty minutes while something happens
 	$(VENV)/bin/python benchmarks/soak.py $(ARGS)
 
 clean: ## remove .venv, every cache and what was built
-	rm -rf $(VENV) .venv-compat-* .mypy_cache .pytest_cache .ruff_cache .hypothesis dist site
+	rm -rf $(VENV) .venv-compat-* .venv-hosts .mypy_cache .pytest_cache .ruff_cache .hypothesis dist site
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The stamps say what .venv holds; they are older than pyproject.toml or constraints.txt once either has changed.

@@ -7,6 +7,7 @@ rsync.
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import os
 import shutil
@@ -31,6 +32,9 @@ PROGRAMS = {"ip": "iproute2", "unshare": "util-linux", "sshd": "openssh-server",
 """Needed programs, and Debian's packages that have them."""
 HIDDEN = ("/root", "/tmp", "/home")
 """Folders that differ from those of this machine."""
+ROOT = Path(__file__).parents[2]
+VENV = ROOT / ".venv-hosts"
+"""The virtual environment that each machine gets a copy of."""
 
 BOOT = """
 set -eu
@@ -45,7 +49,7 @@ for path; do
 done
 mkdir /mnt/machine && mount --bind $folder /mnt/machine
 mount -t tmpfs -o mode=755 tmpfs /root
-mount -t tmpfs -o mode=1777 tmpfs /tmp
+if [ -d /mnt/machine/tmp ]; then mount --bind /mnt/machine/tmp /tmp; else mount -t tmpfs -o mode=1777 tmpfs /tmp; fi
 mount -t tmpfs -o mode=1777 tmpfs /dev/shm
 mount -t tmpfs -o mode=755 tmpfs /home
 mount -t tmpfs -o mode=755 tmpfs /run
@@ -56,9 +60,7 @@ for path; do
     mkdir -p $path && mount --bind /mnt/kept-$number $path
     number=$((number + 1))
 done
-mount --bind /mnt/machine/passwd /etc/passwd
-mount --bind /mnt/machine/hosts /etc/hosts
-if [ -f /etc/resolv.conf ]; then mount --bind /dev/null /etc/resolv.conf; fi
+mount --bind /mnt/machine/etc /etc
 echo 0 > /mnt/cpus
 mount --bind /mnt/cpus /sys/devices/system/cpu/online
 ulimit -n 65536 || true
@@ -88,7 +90,7 @@ def missing() -> str | None:
 
 
 class Machine:
-    """One machine, which is off until `boot`. Its files outlive `kill`, except those in /tmp.
+    """One machine, which is off until `boot`. Its files outlive `kill`, except those in /tmp of others than the laptop.
 
     Attributes:
         address: its address.
@@ -202,17 +204,20 @@ class Site:
         self.shared.mkdir(parents=True)
         os.chown(self.shared, UID, GID)
         every = [self.laptop, *self.machines]
-        _make_venv(self._folder / "venv")
+        _make_venv()
         subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", self._folder / "key"], check=True)
         for machine in every:
             folder = self._folder / machine.name
             machine.home.mkdir(parents=True)
             subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", folder / "host_key"], check=True)
             (folder / "sshd_config").write_text(SSHD)
-            user = f"{USER}:*:{UID}:{GID}::{HOME}:/bin/bash\n"
-            (folder / "passwd").write_text(Path("/etc/passwd").read_text() + user)
+            # Of its own: a package that is installed meanwhile replaces /etc/passwd, and thereby removes a mount there.
+            subprocess.run(["cp", "--archive", "/etc", folder / "etc"], check=True)
+            with (folder / "etc" / "passwd").open("a") as passwd:
+                passwd.write(f"{USER}:*:{UID}:{GID}::{HOME}:/bin/bash\n")
             hosts = [f"{other.address} {other.name}" for other in every]
-            (folder / "hosts").write_text("\n".join(["127.0.0.1 localhost", *hosts, ""]))
+            (folder / "etc" / "hosts").write_text("\n".join(["127.0.0.1 localhost", *hosts, ""]))
+            (folder / "etc" / "resolv.conf").unlink(missing_ok=True)
             # As Debian's, which only interactive shells read to the end.
             (machine.home / ".profile").write_text(". ~/.bashrc\n")
             (machine.home / ".bashrc").write_text("case $- in *i*) ;; *) return ;; esac\n")
@@ -228,14 +233,16 @@ class Site:
         shutil.copy(self._folder / "key", self.laptop.home / ".ssh" / "elastic-ddp")
         for machine in every:
             give_to_user(machine.home)
+        (tmp := self._folder / self.laptop.name / "tmp").mkdir()  # a laptop that is closed keeps its files
+        tmp.chmod(0o1777)
 
     def copy_venv(self, machine: Machine, to: Path) -> None:
         """Makes the virtual environment at a path on a machine, below the user's home."""
-        venv, target = self._folder / "venv", machine.home / to.relative_to(HOME)
-        shutil.copytree(venv, target, symlinks=True)
+        target = machine.home / to.relative_to(HOME)
+        shutil.copytree(VENV, target, symlinks=True)
         for script in (target / "bin").iterdir():
             if not script.is_symlink() and script.is_file():
-                script.write_bytes(script.read_bytes().replace(str(venv).encode(), str(to).encode()))
+                script.write_bytes(script.read_bytes().replace(str(VENV).encode(), str(to).encode()))
 
     def _make_network(self) -> None:
         bridge = f"{self._name}-laptop"
@@ -258,6 +265,17 @@ class Site:
 
     def mend(self, machine: Machine) -> None:
         _ip("-n", self.laptop._namespace, "link", "set", machine.name, "up")
+
+    def close_laptop(self) -> None:
+        """Takes the laptop off the network and ends its processes. Other machines see no connection end."""
+        for machine in self.machines:
+            _ip("-n", self.laptop._namespace, "route", "add", "blackhole", f"{machine.address}/32")
+        self.laptop.kill()
+
+    def open_laptop(self) -> None:
+        for machine in self.machines:
+            _ip("-n", self.laptop._namespace, "route", "del", "blackhole", f"{machine.address}/32")
+        self.boot(self.laptop)
 
     def start(self, machine: Machine, command: str) -> Command:
         """Starts a shell command of the user on a machine."""
@@ -314,22 +332,29 @@ def _ip(*arguments: str) -> None:
     subprocess.run(["ip", *arguments], check=True)
 
 
-def _make_venv(venv: Path) -> None:
-    """Makes a virtual environment that has the packages of this one, and those that only nodes of a cluster need."""
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", venv], check=True)
-    (site_packages,) = venv.glob("lib/python*/site-packages")
-    paths = [path for path in sys.path if Path(path).name == "site-packages"]
+def _make_venv() -> None:
+    """Makes a virtual environment that has the packages of this one, and those that only nodes of a cluster need.
+
+    It is kept until the versions change.
+    """
+    python, paths = str(VENV / "bin" / "python"), [path for path in sys.path if Path(path).name == "site-packages"]
+    sources = [*((ROOT / name).read_text() for name in ("constraints.txt", "pyproject.toml")), sys.version, *paths]
+    stamp, key = VENV / "made-from", hashlib.sha256("\n".join(sources).encode()).hexdigest()
+    if stamp.is_file() and stamp.read_text() == key:
+        return
+    shutil.rmtree(VENV, ignore_errors=True)
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", VENV], check=True)
+    (site_packages,) = VENV.glob("lib/python*/site-packages")
     (site_packages / "base.pth").write_text("\n".join(paths))
-    python = str(venv / "bin" / "python")
     for name, call in {"pip": "pip._internal.cli.main:main", "ray": "ray.scripts.scripts:main"}.items():
         module, _, function = call.partition(":")
         script = f"#!{python}\nimport sys\nfrom {module} import {function}\nsys.exit({function}())\n"
-        (venv / "bin" / name).write_text(script)
-        (venv / "bin" / name).chmod(0o755)
-    root = Path(__file__).parents[2]
+        (VENV / "bin" / name).write_text(script)
+        (VENV / "bin" / name).chmod(0o755)
     needed = ["hatchling", "editables", "ray[default]", "boto3"]
-    install = [python, "-m", "pip", "install", "--quiet", "--constraint", root / "constraints.txt", *needed]
+    install = [python, "-m", "pip", "install", "--quiet", "--constraint", ROOT / "constraints.txt", *needed]
     subprocess.run(install, check=True, env={**os.environ, "PIP_DISABLE_PIP_VERSION_CHECK": "1"})
+    stamp.write_text(key)
 
 
 def give_to_user(path: Path) -> None:

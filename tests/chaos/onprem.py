@@ -10,18 +10,18 @@ import shutil
 import signal
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from configparser import ConfigParser
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tests.chaos.machines import HOME, SHARED, Command, Machine, Site, command_line, give_to_user, until
+from tests.chaos.machines import HOME, ROOT, SHARED, Command, Machine, Site, command_line, give_to_user, until
 from tests.chaos.runs import Trial
 from tests.integration import jobs
 
-ROOT = Path(__file__).parents[2]
+GUIDE = ROOT / "docs/guides/cluster.md"
 CHECKOUT = HOME / "checkout"
 COPIED = ["cluster", "elastic_ddp", "examples", "pyproject.toml", "constraints.txt", "README.md", "LICENSE"]
 GCS_PORT, REDIS_PORT = 6379, 6380
@@ -30,6 +30,7 @@ STEP = 20
 NOTICE_S = 60
 ON_A_NODE = "RAY_AUTH_MODE=token PATH=~/venv/bin:$PATH"
 """What interactive shells on a node set. Other commands need it."""
+KEPT_BY_RAY = "IDLE|DashboardAgent|RuntimeEnvAgent|_StatsActor|_AutoscalingCoordinatorActor"
 PROGRAM = f"""
 import sys
 from pathlib import Path
@@ -43,6 +44,16 @@ config = jobs.settings(
 )
 train = jobs.make_train(hold(lambda run, at: at < {STEP} or Path(marker).exists()))
 print(ed.ElasticTrainer(train, "{SHARED}/data", config, transform=jobs.jitter).fit())
+"""
+SRUN = """#!/usr/bin/env bash
+# Runs the command on both nodes of the job, as with --ntasks-per-node=1.
+trap 'kill $(jobs -p) 2> /dev/null; wait; exit 143' TERM
+while [[ $1 == --* ]]; do shift; done
+names="PATH RAY_AUTH_MODE RAY_AUTH_TOKEN_PATH RAY_ADDRESS SRUN_CPUS_PER_TASK"
+there=$(for name in $names; do printf "%s=%q " "$name" "${!name}"; done)
+SLURM_NODEID=0 "$@" &
+ssh -tt -i ~/.ssh/elastic-ddp -o StrictHostKeyChecking=no OTHER "SLURM_NODEID=1 $there $(printf "%q " "$@")" &
+wait
 """
 PROGRAM_FILES = ["tests/__init__.py", "tests/metadata_server.py"]
 PROGRAM_FILES += [f"tests/chaos/{name}.py" for name in ("__init__", "faults", "hosts")]
@@ -62,6 +73,7 @@ class Cluster:
         self.site = site
         self.head, *self.workers = site.machines
         self.config = site.laptop.home / CHECKOUT.relative_to(HOME) / "cluster" / "onprem.yaml"
+        self._runs: list[Run] = []
 
     def install(self) -> None:
         """Does what the guide says once: installs the project on the laptop, and sets addresses, user and key."""
@@ -78,7 +90,7 @@ class Cluster:
             text = re.sub(rf"{re.escape(before)}\b", after, text)
         self.config.write_text(text.replace("ssh_user: ubuntu", "ssh_user: trainer"))
         give_to_user(self.site.laptop.home)
-        self.laptop(shell_block((ROOT / "docs/guides/cluster.md").read_text()))
+        self.laptop(shell_block(GUIDE.read_text()))
 
     def install_program(self) -> None:
         """Puts the program of the runs and its data into the shared folder."""
@@ -95,6 +107,16 @@ class Cluster:
         """Runs a command on the laptop, in the checkout, with the virtual environment active."""
         return self.site.run(self.site.laptop, f"set -e; cd {CHECKOUT}; . .venv/bin/activate; {command}", timeout_s)
 
+    def as_written(self, beginning: str, **changes: str) -> str:
+        """Returns a command of the guide with the folder of these machines and without GPUs."""
+        text = re.sub(r" *\\\n *", " ", shell_block(GUIDE.read_text(), "## Run", beginning))
+        line = next(line for line in text.splitlines() if line.startswith(beginning))
+        changes |= {" --gpu": "", "cluster/cluster.yaml": "cluster/onprem.yaml"}
+        changes |= {"/srv/runs": f"{SHARED}/runs", "s3://BUCKET/runs": f"{SHARED}/runs"}
+        for before, after in changes.items():
+            line = line.replace(before, after)
+        return line
+
     def up(self) -> None:
         began = time.monotonic()
         self.laptop("ray up --yes cluster/onprem.yaml", 300)
@@ -109,34 +131,114 @@ class Cluster:
     def start_ray_by_hand(self, machine: Machine) -> None:
         """Does what the guide says for a machine on which Ray has ended."""
         until(lambda: not machine.pids("/raylet/raylet "), f"Ray does not leave {machine.name}", 2 * NOTICE_S)
-        line = shell_block((ROOT / "docs/guides/cluster.md").read_text(), "start Ray by hand")
-        line = line.replace("192.168.1.11", machine.address).replace("192.168.1.10", self.head.address)
-        self.laptop(line.replace("ssh -t", "ssh -tt -i ~/.ssh/elastic-ddp -o StrictHostKeyChecking=no"))
+        self.ssh_as_written("start Ray by hand", machine)
+
+    def ssh_as_written(self, after: str, machine: Machine, **changes: str) -> str:
+        """Runs the first ssh command of the guide after some text, on a machine."""
+        line = shell_block(GUIDE.read_text(), after, "ssh -t")
+        changes |= {"192.168.1.11": machine.address, "192.168.1.10": self.head.address}
+        changes |= {"ssh -t": "ssh -tt -i ~/.ssh/elastic-ddp -o StrictHostKeyChecking=no"}
+        for before, now in changes.items():
+            line = line.replace(before, now)
+        return self.laptop(line)
+
+    def use_redis(self) -> None:
+        """Follows the comment in the configuration: starts Redis on the head, and keeps Ray's state in it."""
+        self.start_redis()
+        if "# - nohup bash" in (config := self.config.read_text()):
+            config = config.replace("# - nohup bash", "- nohup bash")
+            redis = f"RAY_REDIS_ADDRESS=127.0.0.1:{REDIS_PORT}"
+            self.config.write_text(config.replace("ray start --head", f"{redis} ray start --head"))
+            self.up()
 
     def start_redis(self) -> None:
-        """Follows the comment in the configuration: starts Redis on the head, and keeps Ray's state in it."""
-        self.site.run(self.head, f"redis-server --port {REDIS_PORT} --daemonize yes --save '' > /dev/null")
-        config = self.config.read_text().replace("# - nohup bash", "- nohup bash")
-        redis = f"RAY_REDIS_ADDRESS=127.0.0.1:{REDIS_PORT}"
-        self.config.write_text(config.replace("ray start --head", f"{redis} ray start --head"))
+        """Starts Redis on the head as a service would, unless it runs."""
+        if not self.head.pids("redis-server"):
+            redis = f"redis-server --port {REDIS_PORT} --dir ~/redis --appendonly yes --daemonize yes"
+            self.site.run(self.head, f"mkdir -p ~/redis && {redis} > /dev/null")
 
-    def kill_drivers(self) -> None:
-        """Kills drivers that a failed stage has left."""
+    def stop_runs(self) -> None:
+        """Lets runs that a failed stage has left end, and checks that no process of a run is left."""
+        for run in self._runs:
+            run.release()
         for pid in self.head.pids("program.py"):
             with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+                os.kill(pid, signal.SIGTERM)
+        for machine in (self.head, *self.workers):
+            wait_for_none(partial(of_runs, machine), machine)
+        self._runs.clear()
+
+    def wait_until_nothing_is_left(self) -> None:
+        """Waits until no process of the user is on any machine, and checks that there is no file of a run."""
+        for machine in filter(lambda machine: machine.is_on, (self.head, *self.workers)):
+            wait_for_none(partial(leftovers, machine), machine)
+            left = self.site.run(machine, "ls -A /tmp /dev/shm | grep elastic_ddp || true")
+            assert not left.strip(), f"{machine.name} has {left}"
+
+    def install_slurm(self) -> None:
+        """Replaces the cluster by a fake of Slurm on the head and the first worker."""
+        other = self.workers[0]
+        for machine in (self.head, *self.workers):
+            machine.kill()
+        self.site.boot(self.head, other)
+        requeue = f"#!/bin/sh\necho $* > {SHARED}/requeued\n"
+        for name, script in {"srun": SRUN.replace("OTHER", other.address), "scontrol": requeue}.items():
+            (self.head.home / "venv/bin" / name).write_text(script)
+            (self.head.home / "venv/bin" / name).chmod(0o755)
+        key = self.head.home / ".ssh/elastic-ddp"
+        shutil.copy(self.site.laptop.home / ".ssh/elastic-ddp", key)
+        give_to_user(key)
+        shutil.copy(ROOT / "cluster/slurm/train.sbatch", self.site.shared / "train.sbatch")
 
     @property
     def gcs(self) -> list[int]:
         """The processes of the GCS."""
         return self.head.pids("/gcs/gcs_server ")
 
-    def start(self, name: str) -> Run:
-        """Starts a run as the guide does. It waits in a step until it is released."""
-        marker = SHARED / f"go-{name}"
-        command = f"cd {SHARED}/job && python program.py {name} {marker}"
-        line = f"cd {CHECKOUT} && . .venv/bin/activate && ray exec cluster/onprem.yaml {shlex.quote(command)}"
-        return Run(self, name, self.site.start(self.site.laptop, line), self.site.shared / marker.name)
+    def start(self, name: str, options: str = "") -> Run:
+        """Submits a run as the guide does, and follows its log. It waits in a step until it is released."""
+        submit = f"cd {SHARED}/job && elastic-ddp submit {options} --follow {program(name)}"
+        line = f"cd {CHECKOUT} && . .venv/bin/activate && ray exec cluster/onprem.yaml {shlex.quote(submit)}"
+        return self._run(name, self.site.laptop, line)
+
+    def start_without_jobs(self, name: str) -> Run:
+        """Starts a run with a driver on the head that is no job of Ray Jobs."""
+        return self._run(name, self.head, f"cd {SHARED}/job && {ON_A_NODE} python {program(name, '')}")
+
+    def start_in_slurm(self, name: str) -> Run:
+        slurm = f"SLURM_SUBMIT_DIR={SHARED} SLURM_JOB_ID=17 SLURM_CPUS_ON_NODE=1 VENV={HOME}/venv"
+        job = f"{SHARED}/train.sbatch {SHARED}/job/{program(name, '')}"
+        return self._run(name, self.head, f"exec env {slurm} bash {job}")
+
+    def submit_through_a_port(self, name: str) -> tuple[Run, Command]:
+        """Submits a run from the laptop as the guide does. Returns it with the command that forwards the port."""
+        forward = f"cd {CHECKOUT} && . .venv/bin/activate && exec {self.as_written('ray dashboard')}"
+        port = self.site.start(self.site.laptop, forward)
+        port.wait_until(lambda: self.laptop_can_reach(8265), "ray dashboard forwards no port")
+        address = self.as_written("export RAY_API_SERVER_ADDRESS")
+        shown = self.laptop(f"{address}; elastic-ddp submit --restarts 3 {program(name, folder=f'{SHARED}/job/')}")
+        assert "submitted job program-" in shown
+        return self._add(name, port), port
+
+    def laptop_can_reach(self, port: int) -> bool:
+        return self.site.start(self.site.laptop, f"exec 3<> /dev/tcp/127.0.0.1/{port}").process.wait() == 0
+
+    def _run(self, name: str, machine: Machine, line: str) -> Run:
+        return self._add(name, self.site.start(machine, line))
+
+    def _add(self, name: str, driver: Command) -> Run:
+        self._runs.append(Run(self, name, driver, self.site.shared / marker(name).name))
+        return self._runs[-1]
+
+
+def marker(name: str) -> Path:
+    """The file that releases a run."""
+    return SHARED / f"go-{name}"
+
+
+def program(name: str, separator: str = "-- ", folder: str = "") -> str:
+    """The program of a run and its arguments."""
+    return f"{folder}program.py {separator}{name} {marker(name)}"
 
 
 class Run:
@@ -173,23 +275,31 @@ class Run:
     def release(self) -> None:
         self._marker.touch()
 
+    def wait_for_end(self) -> None:
+        """Waits for the summary."""
+        until(lambda: (self._cluster.site.shared / "runs" / self._name / "summary.json").exists(), "no summary", 300)
+
     def finish(self, calm: Mapping[str, Any]) -> Mapping[str, Any]:
         """Lets the run finish, and checks its steps, weights and samples. Returns its summary."""
         self.release()
         began = time.monotonic()
         self.driver.finish()
         print(f"{self._name}: ends after {time.monotonic() - began:.1f} s")
+        return self.check(calm)
+
+    def check(self, calm: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Checks the steps, weights and samples of a run that has ended. Returns its summary."""
         facts = jobs.summary(self._cluster.site.shared, self._name)
         self._trial.check_results(facts, calm)
         self._trial.check_steps(facts["generations"])
         return facts
 
 
-def shell_block(text: str, after: str = "") -> str:
-    """Returns the first shell commands of a page after some text, without their comments."""
-    block = re.search(r"```sh\n(.*?)```", text[text.index(after) :], re.DOTALL)
-    assert block is not None
-    return re.sub(r"(?m)\s+# .*$", "", block[1])
+def shell_block(text: str, after: str = "", beginning: str = "") -> str:
+    """Returns the shell commands of a page after some text, without their comments: the first block of them that has
+    a line with this beginning."""
+    blocks = re.findall(r"```sh\n(.*?)```", text[text.index(after) :], re.DOTALL)
+    return next(re.sub(r"(?m)\s+# .*$", "", block) for block in blocks if f"\n{beginning}" in f"\n{block}")
 
 
 def has_ray(machine: Machine) -> bool:
@@ -232,3 +342,23 @@ class Supervisor(threading.Thread):
         self.join(float(self._service["timeoutstopsec"]))
         assert not self.is_alive(), "the node takes too long to drain"
         (self._machine.home / "venv/bin/systemctl").unlink()
+
+
+def wait_for_none(processes: Callable[[], list[str]], machine: Machine) -> None:
+    """Waits until there is no such process on a machine."""
+    try:
+        until(lambda: not processes(), "processes are left", 120)
+    except AssertionError as error:
+        raise AssertionError(f"{error} on {machine.name}: {processes()}") from None
+
+
+def of_runs(machine: Machine) -> list[str]:
+    """Returns the command lines of the processes of runs on a machine. Those that Ray keeps are not among them."""
+    lines = map(command_line, machine.pids())
+    return [line for line in lines if "program.py" in line or re.match(rf"ray::(?!{KEPT_BY_RAY})", line)]
+
+
+def leftovers(machine: Machine) -> list[str]:
+    """Returns the command lines of the processes on a machine, other than those of ssh and Redis."""
+    lines = map(command_line, machine.pids())
+    return [line for line in lines if line and not re.match(r"sshd|/usr/sbin/sshd|redis-server|bash -c|unshare", line)]

@@ -10,11 +10,12 @@ import os
 import shutil
 import signal
 from collections.abc import Iterator, Mapping
+from itertools import pairwise
 from typing import Any
 
 import pytest
 
-from tests.chaos.machines import SHARED, missing, site
+from tests.chaos.machines import HOME, SHARED, command_line, missing, site, until
 from tests.chaos.onprem import GCS_PORT, NOTICE_S, ON_A_NODE, Cluster, Supervisor, world_sizes
 from tests.integration import jobs
 
@@ -26,6 +27,9 @@ pytestmark = [
     pytest.mark.timeout(600),
     pytest.mark.skipif(WHY_NOT is not None, reason=WHY_NOT or ""),
 ]
+
+
+needs_redis = pytest.mark.skipif(shutil.which("redis-server") is None, reason="needs Debian's redis-server")
 
 
 @pytest.fixture(scope="module")
@@ -50,9 +54,9 @@ def calm(cluster: Cluster) -> Summary:
 
 
 @pytest.fixture(autouse=True)
-def no_driver_is_left(cluster: Cluster) -> Iterator[None]:
+def no_run_is_left(cluster: Cluster) -> Iterator[None]:
     yield
-    cluster.kill_drivers()
+    cluster.stop_runs()
 
 
 @pytest.fixture
@@ -71,13 +75,18 @@ def test_a_machine_that_is_switched_on_joins_the_run(cluster: Cluster, calm: Sum
     assert world_sizes(run.finish(calm))[-2:] == [1, 2]
 
 
+def test_doctor_finds_no_fault(both: Cluster) -> None:
+    printed = both.laptop(both.as_written("ray exec cluster/onprem.yaml 'elastic-ddp doctor"))
+    assert "links" in printed and "0 failures" in printed
+
+
 def test_the_example_trains_on_all_machines(both: Cluster) -> None:
-    """The default job, with the folder that these machines share, without a job server."""
-    line = f"cd elastic_ddp && python examples/train.py --workers 1:2 --storage {SHARED}/runs --steps 60"
-    printed = both.laptop(f"ray exec cluster/onprem.yaml '{line}'")
+    """The guide's command, with fewer steps."""
+    submit = both.as_written("ray exec cluster/onprem.yaml 'cd elastic_ddp && elastic-ddp submit")
+    printed = both.laptop(submit[:-1] + " --steps 60'")
     facts = jobs.summary(both.site.shared, "gpt")
-    assert facts["steps"] == 60 and world_sizes(facts)[-1] == 2
-    assert f"gpt finished after 60 steps; weights {facts['weights_sha256']}" in printed
+    assert facts["status"] == "finished" and world_sizes(facts)[-1] == 2
+    assert f"gpt finished after {facts['steps']} steps; weights {facts['weights_sha256']}" in printed
 
 
 def test_workers_leave_a_machine_after_its_spot_notice(both: Cluster, calm: Summary) -> None:
@@ -152,25 +161,96 @@ def test_under_systemd_a_mended_machine_returns_and_a_stopped_one_drains(both: C
     both.start_ray_by_hand(both.workers[1])
 
 
-def test_the_same_command_resumes_a_run_whose_driver_was_killed(both: Cluster, calm: Summary) -> None:
-    run = both.start("driver")
+def test_a_submitted_run_goes_on_while_the_laptop_is_closed(both: Cluster, calm: Summary) -> None:
+    run, port = both.submit_through_a_port("laptop")
+    run.wait_for(2)
+    both.site.close_laptop()
+    port.process.wait()
+    both.site.open_laptop()
+    assert "training" in both.ssh_as_written("log in to the head", both.head, gpt="laptop")
+    both.site.close_laptop()
+    run.release()
+    run.wait_for_end()
+    both.site.open_laptop()
+    run.check(calm)
+    printed = both.laptop(both.as_written("ray exec cluster/cluster.yaml 'elastic-ddp logs", gpt="laptop"))
+    assert "job program-" in printed and "succeeded" in printed
+
+
+def test_a_submitted_run_survives_a_kill_of_its_driver(both: Cluster, calm: Summary) -> None:
+    run = both.start("driver", "--restarts 3")
     run.wait_for(2)
     for pid in both.head.pids("program.py driver"):
         os.kill(pid, signal.SIGKILL)
-    run.driver.finish(succeeds=False)
-    facts = both.start("driver").finish(calm)
+    run.driver.wait_until(lambda: "restarts it" in run.driver.output, "the driver is not restarted")
+    facts = run.finish(calm)
     assert len(facts["generations"]) >= 2
 
 
-@pytest.mark.skipif(shutil.which("redis-server") is None, reason="needs Debian's redis-server")
-def test_with_redis_a_crash_of_the_gcs_loses_no_step_and_no_worker(cluster: Cluster, calm: Summary) -> None:
-    cluster.start_redis()
-    cluster.up()
-    cluster.wait_for_nodes()
-    run = cluster.start("redis")
+def test_the_same_command_resumes_a_run_whose_driver_was_killed(both: Cluster, calm: Summary) -> None:
+    run = both.start_without_jobs("driver-without-a-job")
     run.wait_for(2)
-    gcs, num_generations = cluster.gcs, len(run.events("generation"))
+    for pid in both.head.pids("program.py driver-without-a-job"):
+        os.kill(pid, signal.SIGKILL)
+    run.driver.finish(succeeds=False)
+    facts = both.start_without_jobs("driver-without-a-job").finish(calm)
+    assert len(facts["generations"]) >= 2
+
+
+def test_a_run_whose_gcs_is_gone_commits_and_resumes_after_ray_up(both: Cluster, calm: Summary) -> None:
+    run = both.start("gcs-gone")
+    run.wait_for(2)
+    (gcs,) = both.gcs
+    os.kill(gcs, signal.SIGKILL)
+    run.driver.wait_until(lambda: not both.head.pids("program.py gcs-gone"), "the driver does not end")
+    printed = both.site.run(both.head, "cat /tmp/ray/session_latest/logs/job-driver-program-*.log")
+    assert f"Ray's GCS at {both.head.address}:{GCS_PORT} has not responded for 42 s" in printed
+    assert "resumes the run from its newest commit" in printed
+    assert "Failed to connect to GCS" not in printed, "Ray itself did not end the driver"
+    both.up()
+    followed = run.driver.finish(succeeds=False)
+    assert "does not respond" in followed and "The same command resumes the run" in followed
+    both.wait_for_nodes()
+    facts = both.start("gcs-gone").finish(calm)
+    pairs = pairwise(facts["generations"])
+    assert all(after["first_step"] == before["last_step"] for before, after in pairs), "no step is lost"
+
+
+@needs_redis
+def test_with_redis_a_crash_of_the_gcs_loses_no_step_and_no_worker(both: Cluster, calm: Summary) -> None:
+    both.use_redis()
+    both.wait_for_nodes()
+    run = both.start("redis")
+    run.wait_for(2)
+    gcs, num_generations = both.gcs, len(run.events("generation"))
     os.kill(gcs[0], signal.SIGKILL)
-    run.driver.wait_until(lambda: cluster.gcs not in ([], gcs), "the GCS is not started again")
+    run.driver.wait_until(lambda: both.gcs not in ([], gcs), "the GCS is not started again")
     facts = run.finish(calm)
     assert len(facts["generations"]) == num_generations and facts["workers_lost"] == 0
+
+
+def test_ray_down_leaves_no_process_and_no_file(both: Cluster, calm: Summary) -> None:
+    run = both.start("last")
+    run.wait_for(2)
+    run.finish(calm)
+    both.laptop(both.as_written("ray down", **{"ray down": "ray down --yes"}))
+    for machine in both.workers:
+        until(lambda machine=machine: not machine.pids("/raylet/raylet "), f"Ray does not leave {machine.name}", 120)
+        both.site.run(machine, "bash -ic 'ray stop'")
+    both.wait_until_nothing_is_left()
+
+
+def test_a_slurm_job_is_requeued_before_its_time_limit_and_resumes(cluster: Cluster, calm: Summary) -> None:
+    cluster.install_slurm()
+    run = cluster.start_in_slurm("slurm")
+    run.wait_for(2)
+    token = f"RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH={SHARED}/ray-17.token"
+    assert "slurm" in cluster.site.run(cluster.head, f"{token} {HOME}/venv/bin/elastic-ddp status slurm")
+    (script,) = (pid for pid in cluster.head.pids("train.sbatch") if command_line(pid).startswith("bash /mnt"))
+    os.kill(script, signal.SIGUSR1)
+    run.driver.finish()
+    assert (cluster.site.shared / "requeued").read_text() == "requeue 17\n"
+    facts = cluster.start_in_slurm("slurm").finish(calm)
+    assert len(facts["generations"]) >= 2, "it has resumed"
+    cluster.wait_until_nothing_is_left()
+    assert not list(cluster.site.shared.glob("*.token"))
