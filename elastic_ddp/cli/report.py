@@ -50,4 +50,4 @@ def report(
         output.write_text(text, encoding="utf-8", errors="replace")
     except OSError as error:
         raise StorageError(f"cannot write {output}: {error.strerror}. Check its folder and the free space.") from error
-    console().print(f"written to {output}")
+    console().print(f"written to {output}", soft_wrap=True)
