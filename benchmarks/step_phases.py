@@ -47,7 +47,7 @@ class Switch:
 
 
 def make_train(model: dict[str, Any], times: Path) -> Callable[[ed.Run], None]:
-    """Returns a training function that writes the end of each step on rank 0 to a file."""
+    """Returns a training function that writes the end of each step on rank 0, and its CPU time then, to a file."""
 
     def train(run: ed.Run) -> None:
         switch = Switch()
@@ -61,7 +61,7 @@ def make_train(model: dict[str, Any], times: Path) -> Callable[[ed.Run], None]:
                     for batch in step.micro_batches():
                         step.backward(next_byte_loss(prepared, batch))
                     step.optimize()
-                file.write(f"{time.perf_counter()}\n")
+                file.write(f"{time.perf_counter()} {time.process_time()}\n")
 
     return train
 
@@ -109,8 +109,10 @@ def compare_phases(
             )
             times = folder / f"times-{count}"
             ed.ElasticTrainer(make_train(model, times), str(folder / "data"), config).fit()
-            measured, step_s = ratios([float(line) for line in times.read_text().splitlines()])
-            figures.append({"micro_batches_per_worker": count, "step_s": step_s, "ratios": measured})
+            lines = [[float(value) for value in line.split()] for line in times.read_text().splitlines()]
+            (measured, step_s), (of_cpu, cpu_s) = (ratios(column) for column in zip(*lines, strict=True))
+            figure = {"micro_batches_per_worker": count, "step_s": step_s, "ratios": measured}
+            figures.append({**figure, "cpu_s": cpu_s, "cpu_ratios": of_cpu})
         ray.shutdown()
     return figures
 

@@ -406,11 +406,13 @@ def report_phases(options: argparse.Namespace) -> None:
     sizes: dict[str, Any] = {"workers": options.workers, "micro_batch_size": MICRO_BATCH_SIZE}
     figures = compare_phases(MODEL, write_dataset, **sizes, accumulate=options.accumulate, rounds=options.rounds)
     for setting in figures:
-        low, _, high = statistics.quantiles(setting["ratios"], n=4)
-        print(
-            f"M/W = {setting['micro_batches_per_worker']}: a step of {1000 * setting['step_s']:.0f} ms takes "
-            f"{statistics.median(setting['ratios']):.4f} times as long with phases ({low:.3f}-{high:.3f})"
-        )
+        print(f"M/W = {setting['micro_batches_per_worker']}, with phases relative to without:")
+        for what, ratios, seconds in (
+            ("a step", setting["ratios"], setting["step_s"]),
+            ("CPU time of rank 0", setting["cpu_ratios"], setting["cpu_s"]),
+        ):
+            low, median, high = statistics.quantiles(ratios, n=4)
+            print(f"  {what} of {1000 * seconds:.0f} ms: {median:.4f} (quartiles {low:.3f} to {high:.3f})")
     options.output.parent.mkdir(parents=True, exist_ok=True)
     options.output.write_text(json.dumps({"machine": describe_machine(), "phases": figures}, indent=2) + "\n")
 
