@@ -54,14 +54,16 @@ def make_train(model: dict[str, Any], times: Path) -> Callable[[ed.Run], None]:
         switch.install()
         prepared = run.prepare(GPT(**model))
         run.prepare(torch.optim.AdamW(prepared.parameters(), lr=1e-3))
-        with times.open("w", buffering=1) if run.rank == 0 else open(os.devnull, "w") as file:
-            for step in run.steps():
-                switch.is_on = step.index // TURN_STEPS % 2 == 0
-                with step:
-                    for batch in step.micro_batches():
-                        step.backward(next_byte_loss(prepared, batch))
-                    step.optimize()
-                file.write(f"{time.perf_counter()} {time.process_time()}\n")
+        lines: list[str] = []
+        for step in run.steps():
+            switch.is_on = step.index // TURN_STEPS % 2 == 0
+            with step:
+                for batch in step.micro_batches():
+                    step.backward(next_byte_loss(prepared, batch))
+                step.optimize()
+            lines.append(f"{time.perf_counter()} {time.process_time()}\n")
+        if run.rank == 0:
+            times.write_text("".join(lines))
 
     return train
 
