@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -19,12 +19,12 @@ from elastic_ddp.worker.run import Run
 from elastic_ddp.worker.step import Step
 from tests.ranks import run_ranks
 from tests.unit.rank_steps import config_of, run_steps
-from tests.unit.single_worker import CPU, prepared
+from tests.unit.single_worker import CPU, FakeFeed, prepared
 from tests.workers import Workers, running
 
 SLOW_S = 0.06
 STEPS = 7
-WITHIN_S = 60.0
+WITHIN_S = 120.0
 
 
 def slow_rank(group: Any, settings: dict[str, Any]) -> tuple[list[PhasesMeasured], list[float]]:
@@ -73,24 +73,37 @@ def train_with_a_slow_rank(run: Run) -> None:
 
 
 class ManyParameters(torch.nn.Linear):
-    """Next to no computation for four million parameters."""
+    """Next to no computation for many parameters."""
 
-    def __init__(self) -> None:
+    def __init__(self, numel: int) -> None:
         super().__init__(3, 1)
-        self.many = torch.nn.Parameter(torch.zeros(4_000_000))
+        self.many = torch.nn.Parameter(torch.zeros(numel))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(x) + self.many[:1]
 
 
-def train_many_parameters(run: Run) -> None:
-    model = run.prepare(ManyParameters())
+def train_many_parameters(run: Run, numel: int = 500_000) -> None:
+    model = run.prepare(ManyParameters(numel))
     run.prepare(torch.optim.SGD(model.parameters(), lr=0.001))
     for step in run.steps():
         with step:
             for batch in step.micro_batches():
                 step.backward(model(batch["x"]).square().mean())
             step.optimize()
+
+
+def train_with_late_data(run: Run) -> None:
+    """Each micro-batch comes late."""
+    take = FakeFeed.step
+
+    def take_late(feed: FakeFeed, step: int) -> Iterator[Any]:
+        for batch in take(feed, step):
+            time.sleep(SLOW_S / 3)
+            yield batch
+
+    FakeFeed.step = take_late  # type: ignore[method-assign]
+    train_many_parameters(run, numel=1)
 
 
 def until(workers: Workers, condition: Callable[[dict[str, Any]], object]) -> dict[str, Any]:
@@ -121,6 +134,15 @@ def test_status_names_a_slow_rank_and_begins_anew_after_it_has_died(tmp_path: Pa
         assert measured[0].step - measured[0].num_steps == first_step + 2, "the first two steps do not count"
 
 
-def test_status_names_communication(tmp_path: Path) -> None:
-    with running(tmp_path, train_many_parameters, CPU, 2, **LIVE) as workers:
-        assert "bucket_cap_mb" in until(workers, bound_by("communication"))["bottleneck"]["advice"]
+@pytest.mark.parametrize(
+    ("train", "kind", "setting"),
+    [
+        pytest.param(train_many_parameters, "communication", "ddp.bucket_cap_mb", id="communication"),
+        pytest.param(train_with_late_data, "data", "data.concurrency", id="data"),
+    ],
+)
+def test_status_names_what_all_ranks_wait_for(
+    tmp_path: Path, train: Callable[[Run], None], kind: str, setting: str
+) -> None:
+    with running(tmp_path, train, CPU, 2, **LIVE) as workers:
+        assert setting in until(workers, bound_by(kind))["bottleneck"]["advice"]
