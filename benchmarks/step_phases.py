@@ -18,7 +18,7 @@ import elastic_ddp as ed
 from elastic_ddp import torch_internals
 from elastic_ddp.worker.phase_clock import PhaseClock
 
-TURN_STEPS = 10
+TURN_STEPS = 4
 WARMUP_STEPS = 20
 
 
@@ -69,13 +69,16 @@ def make_train(model: dict[str, Any], times: Path) -> Callable[[ed.Run], None]:
 
 
 def ratios(ends: Sequence[float]) -> tuple[list[float], float]:
-    """Returns the duration of each turn with phases over that of the turn without after it, and of a step without."""
+    """Returns the duration of each turn with phases, relative to the turns before and after it, and that of a step.
+
+    Against the mean of both neighbors, so that a machine that gets faster or slower favors neither side.
+    """
     turns = [
         ends[first + TURN_STEPS - 1] - ends[first - 1]
         for first in range(WARMUP_STEPS, len(ends) - TURN_STEPS + 1, TURN_STEPS)
     ]
-    without = turns[1::2]
-    return [on / off for on, off in zip(turns[::2], without, strict=False)], statistics.median(without) / TURN_STEPS
+    without = statistics.median(turns[1::2]) / TURN_STEPS
+    return [2 * turns[turn] / (turns[turn - 1] + turns[turn + 1]) for turn in range(2, len(turns) - 1, 2)], without
 
 
 def compare_phases(
@@ -106,7 +109,7 @@ def compare_phases(
                 min_workers=workers,
                 max_workers=workers,
                 clip_grad_norm=1.0,
-                log_every_steps=TURN_STEPS,
+                log_every_steps=2 * TURN_STEPS + 1,
                 checkpoint=ed.CheckpointConfig(every_steps=1_000_000),
             )
             times = folder / f"times-{count}"

@@ -13,7 +13,7 @@ programs used more than 5 % of the machine is repeated, until `--patience-s` has
 side, in rotating order. Figures are medians over rounds, and ratios are medians of the rounds' ratios.
 
 `--phases` compares `canonical` with itself instead, in one run that measures the phases of its steps in every other
-turn of ten steps. The figure is the median of the ratios of neighboring turns.
+turn of four steps. The figure is the median of each such turn relative to its two neighbors.
 """
 
 from __future__ import annotations
