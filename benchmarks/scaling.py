@@ -122,7 +122,7 @@ def print_table(results: dict[str, Any]) -> None:
     console.print(f"{results['model']}; {results['mode']} scaling, {results['reduction']}")
     console.print(f"{results['machine']}")
     table = Table()
-    for heading in ("workers", "global batch", "samples/s", "per worker", "speed-up", "efficiency", "others"):
+    for heading in ("workers", "batch", "samples/s", "per worker", "speed-up", "efficiency", "others"):
         table.add_column(heading, justify="right", no_wrap=True)
     for row in results["rows"]:
         rates = [f"{row['samples_per_s']:.1f}", f"{row['samples_per_s_per_worker']:.1f}"]
