@@ -34,11 +34,12 @@ def watch(
     try:
         with Live(console=out, auto_refresh=False, screen=False, vertical_overflow="crop") as live:
             while True:
+                begun = time.monotonic()
                 is_dead = ledger.has_dead_driver()  # before the last read
                 events += ledger.read()
                 live.update(frame(events, time.time(), width=out.width, driver_is_dead=is_dead), refresh=True)
                 if not state_of(events, driver_is_dead=is_dead).is_live:
                     return
-                time.sleep(_POLL_S)
+                time.sleep(max(_POLL_S, 4 * (time.monotonic() - begun)))  # a long ledger takes seconds
     except KeyboardInterrupt:
         raise typer.Exit(130) from None

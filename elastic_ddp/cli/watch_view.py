@@ -15,7 +15,8 @@ from rich.text import Text
 from elastic_ddp.cli.output import format_time, plural, ranges
 from elastic_ddp.cli.phases import describe_bottleneck, format_gib
 from elastic_ddp.cli.timeline import MARKS, Timeline, sparkline
-from elastic_ddp.telemetry import events, phases, summarize
+from elastic_ddp.report.history import read_history
+from elastic_ddp.telemetry import events, phases
 from elastic_ddp.telemetry.bottleneck import MIN_STEPS
 from elastic_ddp.telemetry.description import describe_event
 from elastic_ddp.telemetry.event import Event
@@ -39,10 +40,10 @@ def frame(ledger: Sequence[Event], now: float, *, width: int = 80, driver_is_dea
         width: columns of the terminal.
         driver_is_dead: whether the driver is known to be dead.
     """
-    summary = summarize(ledger)
-    state = state_of(ledger, driver_is_dead=driver_is_dead)
+    history = read_history(ledger)
+    summary, state = history.summary, state_of(ledger, driver_is_dead=driver_is_dead)
     columns = max(20, min(width, 120) - _LABEL - 24)
-    timeline = Timeline(ledger, now if state.is_live else ledger[-1].time)
+    timeline = Timeline(history, max(0.0, now - ledger[-1].time) if state.is_live else None)
     parts: list[RenderableType] = [_heading(summary, ledger, state.text, timeline.length_s), _progress(summary, ledger)]
     parts += [Text(), _curves(summary, ledger, timeline, columns)]
     parts += [Text(), _phases(summary, ledger, columns), _facts(summary, ledger, now)]
@@ -92,7 +93,9 @@ def _curves(summary: Mapping[str, Any], ledger: Sequence[Event], timeline: Timel
         rows.add_row("", "", marks)
     end = clock_face(timeline.length_s)
     rows.add_row("", "", Text("0:00" + end.rjust(columns - 4), style="dim"))
-    seen = [Text.assemble((mark, style), (f" {what}", "dim")) for mark, style, what in MARKS if mark in marks.plain]
+    seen = [
+        Text.assemble((mark, style), (f" {what}", "dim")) for mark, style, what in MARKS.values() if mark in marks.plain
+    ]
     if seen:
         rows.add_row("", "", Text("  ").join(seen))
     return rows
