@@ -18,6 +18,19 @@ _MIN_DELAY = 0.05
 _DATA, _COMMUNICATION, _OTHER = 0.15, 0.25, 0.25
 """Shares of a step from which on they bound it. Data is read ahead, so to wait for it at all means that it is late."""
 
+_IN_OTHER = {
+    "code": (
+        "your code between steps takes",
+        "Do it less often, or in a thread; `elastic-ddp stacks RUN` shows where it is.",
+    ),
+    "evaluation": ("evaluations take", "Evaluate less often, or on fewer rows."),
+    "commit": (
+        "waiting for commits takes",
+        "Commit less often (checkpoint.every_steps, checkpoint.every_seconds), or set checkpoint.max_overhead.",
+    ),
+}
+"""What the parts of the phase `other` are called, and what to try."""
+
 Kind = Literal["data", "communication", "compute", "other", "slow rank", "slow node"]
 
 
@@ -63,17 +76,22 @@ def find_bottleneck(measured: PhasesMeasured, nodes: Sequence[str] = ()) -> Bott
     if share["communication"] >= _COMMUNICATION:
         return _communication(measured, share["communication"])
     if share["other"] >= _OTHER:
-        return Bottleneck(
-            kind="other",
-            reason=f"code between steps, evaluations and commits take {_percent(share['other'])} of the time.",
-            advice="Evaluate and commit less often, or do less between steps.",
-        )
+        return _other(measured)
     compute = sum(share[phase] for phase in ("forward", "backward", "optimizer"))
     return Bottleneck(
         kind="compute",
         reason=f"forward, backward and optimizer take {_percent(compute)} of the time.",
         advice='Try more workers (max_workers), model.compile(), or, in a new run, precision = "bf16".',
     )
+
+
+def _other(measured: PhasesMeasured) -> Bottleneck:
+    """Names the largest part of the phase `other`."""
+    parts = {"code": measured.phases["other"] - sum(measured.in_other.values()), **measured.in_other}
+    largest = max(parts, key=lambda part: parts[part])
+    what, advice = _IN_OTHER[largest]
+    share = parts[largest] / sum(measured.phases.values())
+    return Bottleneck(kind="other", reason=f"{what} {_percent(share)} of the time.", advice=advice)
 
 
 def _work(measured: PhasesMeasured) -> list[float]:

@@ -149,6 +149,8 @@ class PhasesMeasured(TrainingEvent, event="phases"):
     """Seconds of each phase in one step, averaged over steps and ranks. Together they are the duration of a step. The
     phases are `data` (waiting for the next micro-batch), `forward`, `backward`, `communication` (as far as the backward
     does not hide it; waiting for a slow rank counts here), `optimizer`, and `other`."""
+    in_other: Mapping[str, float] = field(default_factory=dict)
+    """Seconds of two parts of `other`: `evaluation`, and `commit` (waiting for one). The rest is code between steps."""
     work_s: list[float] = field(default_factory=list)
     """Seconds of one step that a rank did not spend on communication or waiting for a commit."""
     micro_batches: list[int] = field(default_factory=list)

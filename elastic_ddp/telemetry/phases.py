@@ -34,7 +34,7 @@ def combine(
     """
     if not all(part["num_steps"] for part in parts):
         return None
-    seconds = [part["phases"] for part in parts]
+    seconds, in_other = ([part[name] for part in parts] for name in ("phases", "in_other"))
     slowest = max(range(len(parts)), key=lambda rank: parts[rank]["work_s"] / micro_batches[rank])
     memory, utilization = ([part[name] for part in parts] for name in ("memory_bytes", "utilization"))
     return PhasesMeasured(
@@ -42,6 +42,7 @@ def combine(
         step=parts[0]["step"],
         num_steps=parts[0]["num_steps"],
         phases={phase: round(sum(own[phase] for own in seconds) / len(parts), 6) for phase in STEP_PHASES},
+        in_other={name: round(sum(own[name] for own in in_other) / len(parts), 6) for name in in_other[0]},
         work_s=[part["work_s"] for part in parts],
         micro_batches=list(micro_batches),
         slowest_rank=slowest,
@@ -99,6 +100,10 @@ def _average(events: Sequence[PhasesMeasured]) -> PhasesMeasured:
         events[0],
         num_steps=total,
         phases=mean_phases(events),
+        in_other={
+            name: round(sum(event.in_other.get(name, 0.0) * event.num_steps for event in events) / total, 6)
+            for name in events[0].in_other
+        },
         work_s=[round(seconds, 6) for seconds in work_s],
         slowest_rank=slowest,
         slowest=mean_phases(of_slowest) if of_slowest else {},

@@ -13,8 +13,9 @@ from elastic_ddp.telemetry.phases import STEP_PHASES, StepPhase
 from elastic_ddp.worker.gpu_figures import Utilization
 from elastic_ddp.worker.trace_range import TraceRange
 
-_Phase = StepPhase | Literal["commit"]
-"""`commit` is reported as `other`. It is no work: a rank that waits for a commit is not slow."""
+_Phase = StepPhase | Literal["evaluation", "commit"]
+"""The last two are reported as parts of `other`. `commit` is no work: a rank that waits for a commit is not slow."""
+_IN_OTHER: tuple[_Phase, ...] = ("evaluation", "commit")
 _PHASES: dict[Place, _Phase] = {
     "data": "data",
     "forward": "forward",
@@ -24,6 +25,7 @@ _PHASES: dict[Place, _Phase] = {
     "optimizer": "optimizer",
     "commit": "commit",
     "shares": "commit",
+    "evaluation": "evaluation",
 }
 """The phases of places; all other places are `other`."""
 
@@ -119,7 +121,7 @@ class PhaseClock:
 
     def _clear(self) -> None:
         self._step = self._num_steps = 0
-        self._seconds: dict[_Phase, float] = {**dict.fromkeys(STEP_PHASES, 0.0), "commit": 0.0}
+        self._seconds: dict[_Phase, float] = dict.fromkeys((*STEP_PHASES, *_IN_OTHER), 0.0)
 
     def begin(self, step: int) -> None:
         """A generation begins, with this number of steps done. Forgets what was measured."""
@@ -182,17 +184,19 @@ class PhaseClock:
 
         Returns:
             JSON values: step (the number of steps done up to the last step measured), num_steps (steps measured),
-            phases (seconds of each in one step), work_s (seconds of a step without communication and commits),
-            memory_bytes (peak of the process), utilization (from 0 to 1). What is not known is None.
+            phases (seconds of each in one step), in_other (seconds of the parts of `other` that are known), work_s
+            (seconds of a step without communication and commits), memory_bytes (peak of the process),
+            utilization (from 0 to 1). What is not known is None.
         """
         per_step = {phase: seconds / max(1, self._num_steps) for phase, seconds in self._seconds.items()}
-        commit_s = per_step.pop("commit")
-        work_s = sum(per_step.values()) - per_step["communication"]
-        per_step["other"] += commit_s
+        work_s = sum(per_step.values()) - per_step["communication"] - per_step["commit"]
+        in_other = {name: per_step.pop(name) for name in _IN_OTHER}
+        per_step["other"] += sum(in_other.values())
         taken = {
             "step": self._step,
             "num_steps": self._num_steps,
             "phases": {phase: round(seconds, 6) for phase, seconds in per_step.items()},
+            "in_other": {name: round(seconds, 6) for name, seconds in in_other.items()},
             "work_s": round(work_s, 6),
             "memory_bytes": torch.cuda.max_memory_allocated(self._device) if self._device is not None else None,
             "utilization": self._utilization.newest() if self._utilization is not None else None,

@@ -26,6 +26,7 @@ def measure(
             "step": 100,
             "num_steps": num_steps,
             "phases": own,
+            "in_other": {"evaluation": 0.0, "commit": 0.0},
             "work_s": sum(own.values()) - own["communication"],
             "memory_bytes": None,
             "utilization": None,
@@ -51,7 +52,7 @@ def verdict(event: PhasesMeasured, nodes: list[str] | None = None) -> Bottleneck
         ({"data": 0.4}, "data", "data.concurrency"),
         ({"communication": 0.6}, "communication", "ddp.bucket_cap_mb"),
         ({"communication": 3.0, "data": 0.9}, "communication", "ddp.bucket_cap_mb"),
-        ({"other": 1.0}, "other", "commit less often"),
+        ({"other": 1.0}, "other", "stacks"),
     ],
 )
 def test_the_phase_that_bounds_all_ranks_is_named_with_a_setting(
@@ -60,6 +61,22 @@ def test_the_phase_that_bounds_all_ranks_is_named_with_a_setting(
     for world_size in (1, 2, 3):
         found = verdict(measure(*[phases] * world_size))
         assert found.kind == kind and setting in found.advice and "%" in found.reason, found
+
+
+@pytest.mark.parametrize(
+    ("in_other", "reason", "advice"),
+    [
+        ({"evaluation": 0.1, "commit": 0.3}, "your code between steps takes 30 %", "Do it less often"),
+        ({"evaluation": 0.7, "commit": 0.1}, "evaluations take 35 %", "fewer rows"),
+        ({"evaluation": 0.1, "commit": 0.8}, "waiting for commits takes 40 %", "checkpoint.every_steps"),
+    ],
+)
+def test_the_largest_part_of_other_is_named(in_other: dict[str, float], reason: str, advice: str) -> None:
+    ranks = [{"other": 1.0, "forward": 0.3, "backward": 0.54, "communication": 0.08, "optimizer": 0.06}] * 2
+    event = newest([measure(*ranks, num_steps=10, in_other=in_other) for _ in range(2)], num_steps=MIN_STEPS)
+    assert event is not None
+    found = verdict(event)
+    assert found.kind == "other" and reason in found.reason and advice in found.advice
 
 
 def test_a_rank_with_much_more_work_than_the_others_is_slow() -> None:
@@ -125,7 +142,8 @@ def test_averages_count_each_step_once() -> None:
 
 
 def test_a_window_without_a_step_on_every_rank_gives_no_event() -> None:
-    part = {"step": 3, "phases": dict.fromkeys(STEP_PHASES, 0.0), "work_s": 0.0, "memory_bytes": 0, "utilization": None}
+    part = {"step": 3, "phases": dict.fromkeys(STEP_PHASES, 0.0), "in_other": {}, "work_s": 0.0}
+    part |= {"memory_bytes": 0, "utilization": None}
     assert combine([{**part, "num_steps": 1}, {**part, "num_steps": 0}], generation=1, micro_batches=[1, 1]) is None
 
 

@@ -115,14 +115,17 @@ def test_a_new_generation_begins_a_new_window() -> None:
     assert (taken["step"], taken["num_steps"], taken["phases"]["data"]) == (6, 1, 2.0)
 
 
-def test_waiting_for_a_commit_is_no_work() -> None:
+def test_waiting_for_a_commit_is_no_work_and_an_evaluation_is() -> None:
     rank = settled_rank()
     with rank.activity.within("commit"):
         rank.timer.now += 10.0
+    with rank.activity.within("evaluation"):
+        rank.timer.now += 2.0
     rank.step()
     taken = rank.clock.take()
-    assert taken["phases"]["other"] == 11.0
-    assert taken["work_s"] == 6.0
+    assert taken["phases"]["other"] == 13.0
+    assert taken["in_other"] == {"evaluation": 2.0, "commit": 10.0}
+    assert taken["work_s"] == 8.0
 
 
 @given(st.lists(st.tuples(st.sampled_from(["data", "forward", "commit", "optimizer", "shares", "evaluation"]),
