@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from elastic_ddp.cli.output import console, format_time, json_option, print_json
+from elastic_ddp.cli.output import console, format_timestamp, json_option, print_json
 from elastic_ddp.cli.recorded_run import RecordedRun, RunLedger
 from elastic_ddp.errors import ConfigError
 from elastic_ddp.telemetry.event import EVENTS, Event
@@ -24,36 +24,43 @@ def events(
         list[str] | None, typer.Option(help="Print events of this kind only, such as commit. May be repeated.")
     ] = None,
     follow: Annotated[bool, typer.Option("--follow", help="Print new events as well, until the session ends.")] = False,
+    last: Annotated[
+        int | None,
+        typer.Option(metavar="N", min=1, help="Print the last N events only; with --follow, also those that follow."),
+    ] = None,
     as_json: Annotated[bool, json_option("Print one JSON object in each line.")] = False,
 ) -> None:
     """Print the events of a run's ledger.
 
-    Each line has the time, the kind and the fields of an event. Long texts are cut; --json prints them whole. The
-    command needs no cluster.
+    Each line has the time, the number of the session, the kind and the fields of an event. Long texts are cut; --json
+    prints them whole. The command needs no cluster.
     """
     if unknown := [name for name in kind or () if name not in EVENTS]:
         raise ConfigError(f"--kind {unknown[0]}: there is no event of this kind. Use one of {', '.join(EVENTS)}.")
-    ledger, out = RunLedger(run), console()
+    ledger, out, sessions = RunLedger(run), console(), dict[str, int]()
     try:
-        for event in _follow(ledger) if follow else ledger.read():
-            if kind and event.event not in kind:
-                continue
-            if as_json:
-                print_json(_entry(event), indent=None)
-            else:
-                out.print(_line(event), soft_wrap=True)
+        for batch in _follow(ledger) if follow else [ledger.read()]:
+            for event in batch:
+                sessions.setdefault(event.session, len(sessions) + 1)
+            chosen = [event for event in batch if not kind or event.event in kind]
+            for event in chosen if last is None else chosen[-last:]:
+                if as_json:
+                    print_json(_entry(event), indent=None)
+                else:
+                    out.print(_line(event, sessions[event.session]), soft_wrap=True)
+            last = None
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
 
 
-def _follow(ledger: RunLedger) -> Iterator[Event]:
-    """Yields events until the newest session has ended, or its driver is dead."""
+def _follow(ledger: RunLedger) -> Iterator[list[Event]]:
+    """Yields the recorded events, then new ones, until the newest session has ended or its driver is dead."""
     newest: Event | None = None
     while True:
         is_dead = ledger.has_dead_driver()  # before the last read
-        for event in ledger.read():
-            newest = event
-            yield event
+        events = ledger.read()
+        yield events
+        newest = events[-1] if events else newest
         if is_dead or isinstance(newest, SessionEnded):
             return
         time.sleep(_POLL_S)
@@ -64,10 +71,10 @@ def _entry(event: Event) -> dict[str, Any]:
     return {"time": event.time, "seq": event.seq, **event.to_json(), "session": event.session}
 
 
-def _line(event: Event) -> str:
-    when = format_time(event.time if event.at is None else event.at)
+def _line(event: Event, session: int) -> str:
+    when = format_timestamp(event.time if event.at is None else event.at)
     fields = {name: value for name, value in event.to_json().items() if name not in ("event", "at")}
-    return f"{when}  {event.event:<16}  {_text(fields)}".rstrip()
+    return f"{when}  {session}  {event.event:<16}  {_text(fields)}".rstrip()
 
 
 def _text(fields: Mapping[str, Any]) -> str:

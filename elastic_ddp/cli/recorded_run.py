@@ -14,20 +14,31 @@ from elastic_ddp.storage.storage import Storage
 from elastic_ddp.telemetry import LedgerReader, read_ledger
 from elastic_ddp.telemetry.event import Event
 
-RecordedRun = Annotated[str, typer.Argument(metavar="RUN", help="The run's folder, <storage>/<name>.")]
+RecordedRun = Annotated[
+    str,
+    typer.Argument(
+        metavar="RUN",
+        help="The run's folder, <storage>/<name>. The name is enough if one folder of the working directory has it.",
+    ),
+]
 
 
 class RunLedger:
-    """The ledger of the run in a folder. Raises ConfigError if there is no run."""
+    """The ledger of a run, by its folder or name. Raises ConfigError if there is none, or several of this name."""
 
     def __init__(self, run: str) -> None:
-        self.storage = Storage(run)
+        self._open(run)
+        if not self._first:
+            matches = sorted(str(path) for path in Path().glob(f"*/{glob.escape(run)}") if read_ledger(Storage(path)))
+            if len(matches) != 1 or Path(run).name != run:
+                found = " or ".join(matches) or "<storage>/<name>"
+                raise ConfigError(f"{run}: there is no run in this folder. Use {found}.")
+            self._open(matches[0])
+
+    def _open(self, folder: str) -> None:
+        self.storage = Storage(folder)
         self._reader = LedgerReader(self.storage)
         self._first = self._reader.read()
-        if not self._first:
-            matches = [str(path) for path in Path().glob(f"*/{glob.escape(run)}") if read_ledger(Storage(path))]
-            found = " or ".join(matches) or "<storage>/<name>"
-            raise ConfigError(f"{run}: there is no run in this folder. Use {found}.")
 
     def read(self) -> list[Event]:
         """Returns the events that are new since the last call."""

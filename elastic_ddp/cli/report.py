@@ -14,7 +14,9 @@ from elastic_ddp.errors import ConfigError, StorageError
 
 
 def report(
-    runs: Annotated[list[str], typer.Argument(metavar="RUN...", help="Folders of runs, <storage>/<name>.")],
+    runs: Annotated[
+        list[str], typer.Argument(metavar="RUN...", help="Folders of runs, <storage>/<name>, or their names.")
+    ],
     output: Annotated[
         Path, typer.Option("--output", "-o", help="The file to write: .html for a page, .svg for a picture of one run.")
     ] = Path("report.html"),

@@ -15,7 +15,8 @@ from elastic_ddp.errors import ConfigError
 from elastic_ddp.telemetry.stacks import stacks_of_last_hang
 
 Run = Annotated[
-    str, typer.Argument(metavar="RUN", help="A live run: its name, or <storage>/<name>. For a hang: <storage>/<name>.")
+    str,
+    typer.Argument(metavar="RUN", help="A live run: its name, or <storage>/<name>. With --last-hang as in `show`."),
 ]
 
 

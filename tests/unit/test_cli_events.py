@@ -7,6 +7,7 @@ import json
 import threading
 from collections.abc import Iterator
 from contextlib import closing
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -100,12 +101,13 @@ def test_a_reader_reads_finished_segments_once(tmp_path: Path, monkeypatch: pyte
     assert len(read) == 1 and read[0] == max(str(key) for key in Storage(tmp_path).list("ledger"))
 
 
-def test_events_prints_a_line_for_each_event_with_its_fields(tmp_path: Path) -> None:
+def test_events_prints_a_line_for_each_event_with_its_session_and_fields(tmp_path: Path) -> None:
     ledger_of_a_run(tmp_path)
     lines = invoke("events", str(tmp_path)).output.splitlines()
     assert [line.split()[2] for line in lines] == [
         "session_started", "generation", "steps", "commit", "generation_ended", "finished",
     ]  # fmt: skip
+    assert datetime.fromisoformat(lines[0].split()[0]).tzinfo is not None and lines[0].split()[1] == "1"
     assert "step=40" in lines[2] and "loss=2.5" in lines[2] and "metrics={loss=2.5}" in lines[2]
 
 
@@ -117,6 +119,26 @@ def test_events_of_one_kind_as_json_have_all_fields_of_the_ledger(tmp_path: Path
     in_ledger = [json.loads(line) for path in tmp_path.glob("ledger/*") for line in path.read_text().splitlines()]
     by_name = {entry["event"]: entry for entry in in_ledger}
     assert all(entries[i].items() >= by_name[entries[i]["event"]].items() for i in range(2))
+
+
+def test_events_prints_the_last_ones_and_counts_sessions(tmp_path: Path) -> None:
+    ledger_of_a_run(tmp_path)
+    with closing(Ledger(Storage(tmp_path), "s2")) as ledger:
+        write(ledger, "session_started")
+    lines = invoke("events", str(tmp_path), "--last", "2", "--kind", "finished", "--kind", "session_started").output
+    assert [line.split()[1:3] for line in lines.splitlines()] == [["1", "finished"], ["2", "session_started"]]
+
+
+def test_the_name_of_a_run_is_enough_if_one_folder_has_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ledger_of_a_run(tmp_path / "runs" / "lm")
+    monkeypatch.chdir(tmp_path)
+    for command in ("events", "watch", "show"):
+        assert "finished" in invoke(command, "lm").output
+    with pytest.raises(ConfigError, match="its ledger has no hang"):
+        invoke("stacks", "lm", "--last-hang")
+    ledger_of_a_run(tmp_path / "others" / "lm")
+    with pytest.raises(ConfigError, match=r"^lm: .* Use others.lm or runs.lm\.$"):
+        invoke("show", "lm")
 
 
 def test_events_refuses_an_unknown_kind_and_a_folder_without_a_run(tmp_path: Path) -> None:
