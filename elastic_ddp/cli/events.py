@@ -12,7 +12,6 @@ from elastic_ddp.cli.output import console, format_timestamp, json_option, print
 from elastic_ddp.cli.recorded_run import RecordedRun, RunLedger
 from elastic_ddp.errors import ConfigError
 from elastic_ddp.telemetry.event import EVENTS, Event
-from elastic_ddp.telemetry.events import SessionEnded
 
 _POLL_S = 1.0
 _MAX_TEXT = 120
@@ -54,14 +53,11 @@ def events(
 
 
 def _follow(ledger: RunLedger) -> Iterator[list[Event]]:
-    """Yields the recorded events, then new ones, until the newest session has ended or its driver is dead."""
-    newest: Event | None = None
+    """Yields the recorded events, then new ones, until the run has no driver any more."""
     while True:
-        is_dead = ledger.has_dead_driver()  # before the last read
-        events = ledger.read()
+        events, is_over = ledger.poll()
         yield events
-        newest = events[-1] if events else newest
-        if is_dead or isinstance(newest, SessionEnded):
+        if is_over:
             return
         time.sleep(_POLL_S)
 

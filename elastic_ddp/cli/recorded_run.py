@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from elastic_ddp.errors import ConfigError
+from elastic_ddp.errors import ConfigError, StorageError
 from elastic_ddp.storage.lease import find_holder
 from elastic_ddp.storage.storage import Storage
 from elastic_ddp.telemetry import LedgerReader, read_ledger
@@ -42,8 +42,20 @@ class RunLedger:
 
     def read(self) -> list[Event]:
         """Returns the events that are new since the last call."""
-        first, self._first = self._first, []
-        return first + self._reader.read()
+        events = self._first + self._reader.read()
+        self._first = []
+        return events
+
+    def poll(self) -> tuple[list[Event], bool]:
+        """Returns the events that are new since the last call, and whether the run has no driver any more.
+
+        While the storage fails there are none, and the run has one.
+        """
+        try:
+            is_over = self.has_dead_driver()  # before the events are read
+            return self.read(), is_over
+        except StorageError:
+            return [], False
 
     def has_live_driver(self) -> bool:
         """Whether the driver is known to be alive, which it is on its own host only."""

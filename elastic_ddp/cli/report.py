@@ -41,6 +41,8 @@ def report(
         history = read_history(ledger.read())
         if history.summary["status"] == "unfinished" and ledger.has_live_driver():
             history.summary["status"] = "running"
+        elif history.summary["status"] == "unfinished" and ledger.has_dead_driver():
+            history.summary["status"] = "dead"
         histories.append(history)
     names = [history.label for history in histories]
     histories = [

@@ -11,7 +11,6 @@ from rich.live import Live
 from elastic_ddp.cli.output import console
 from elastic_ddp.cli.recorded_run import RecordedRun, RunLedger
 from elastic_ddp.cli.watch_view import frame
-from elastic_ddp.telemetry.run_state import state_of
 
 _POLL_S = 1.0
 
@@ -35,10 +34,10 @@ def watch(
         with Live(console=out, auto_refresh=False, screen=False, vertical_overflow="crop") as live:
             while True:
                 begun = time.monotonic()
-                is_dead = ledger.has_dead_driver()  # before the last read
-                events += ledger.read()
+                added, is_dead = ledger.poll()
+                events += added
                 live.update(frame(events, time.time(), width=out.width, driver_is_dead=is_dead), refresh=True)
-                if not state_of(events, driver_is_dead=is_dead).is_live:
+                if is_dead:
                     return
                 time.sleep(max(_POLL_S, 4 * (time.monotonic() - begun)))  # a long ledger takes seconds
     except KeyboardInterrupt:

@@ -72,7 +72,9 @@ def _progress(summary: Mapping[str, Any], ledger: Sequence[Event]) -> Table:
 
 def _total_steps(summary: Mapping[str, Any], ledger: Sequence[Event]) -> int | None:
     started = _last(ledger, events.SessionStarted)
-    steps = summary["total_steps"] or (started.config.get("steps") if started is not None else None)
+    if started is None:
+        return None
+    steps = summary["total_steps"] or started.total_steps or started.config.get("steps")
     return int(steps) if steps else None
 
 

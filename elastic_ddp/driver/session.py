@@ -88,6 +88,7 @@ class Session:
             SessionStarted(
                 at=started_at,
                 resumed_from_step=resume_from.step if resume_from else None,
+                total_steps=job.total_steps,
                 config=config,
                 versions=versions(),
             )

@@ -146,11 +146,14 @@ def throughput(points: list[Point], *, buckets: int = 120) -> list[tuple[float, 
     rates: list[tuple[float, float | None]] = []
     since = points[0]
     for point in points[1:]:
-        if since.samples is None or point.samples is None or point.session != since.session:
+        before, done = since.samples, point.samples
+        if before is None or done is None or point.session != since.session:
             rates += [(point.at, None)] if point.session != since.session else []
             since = point
+        elif done < before:  # the session went back to an older commit
+            since = point
         elif point.at > since.at and point.at - since.at >= shortest_s:
-            rates.append((point.at, (point.samples - since.samples) / (point.at - since.at)))
+            rates.append((point.at, (done - before) / (point.at - since.at)))
             since = point
     return rates
 

@@ -53,7 +53,8 @@ def _progress(summary: Mapping[str, Any]) -> str:
     steps, total = summary["steps"] or 0, summary["total_steps"]
     done = f"{steps:,} of {total:,} steps" if total not in (None, steps) else counted(steps, "step")
     status = str(summary["status"])
-    words = {"finished": "Finished", "running": "Running, with", "unfinished": "Unfinished: the driver is gone after"}
+    words = {"finished": "Finished", "running": "Running, with", "dead": "Unfinished: its driver died after"}
+    words["unfinished"] = "Running or unfinished, with"
     return f"{words.get(status, f'{status.capitalize()} after')} {done}"
 
 

@@ -28,10 +28,10 @@ def describe_event(event: Event) -> str | None:
         case events.CommitRejected():
             return f"commit {event.key} skipped: {event.reason}"
         case events.StepSkipped():
-            scale = "" if event.loss_scale is None else f"; the loss scale is now {event.loss_scale:g}"
+            scale = "" if event.loss_scale is None else f"; the loss scale is now {float(event.loss_scale):g}"
             return f"[step {event.step}] update skipped: {event.reason}{scale}"
         case events.EvaluationFinished():
-            return f"[step {event.step}] {event.name} {event.loss:.4f}"
+            return f"[step {event.step}] {event.name} {float(event.loss):.4f}"
         case events.HyperparametersDiffer():
             used = (
                 "the values in the code are used from here on"

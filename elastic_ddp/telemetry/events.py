@@ -19,6 +19,8 @@ class SessionStarted(Event, event="session_started"):
 
     resumed_from_step: int | None = None
     """Steps done in the newest commit; null for a new run."""
+    total_steps: int | None = None
+    """Steps that the configuration asks for."""
     config: Mapping[str, Any] = field(default_factory=dict)
     """The run's configuration; of `env` and `runtime_env` the names only."""
     versions: Mapping[str, str] = field(default_factory=dict)

@@ -15,6 +15,7 @@ from typing import Any
 from elastic_ddp.errors import StorageError
 from elastic_ddp.storage.storage import Storage
 from elastic_ddp.telemetry.event import Event, parse
+from elastic_ddp.telemetry.events import SessionEnded
 
 _log = logging.getLogger(__name__)
 _SEGMENT_BYTES = 64 * 1024
@@ -113,7 +114,7 @@ class LedgerReader:
     def __init__(self, storage: Storage) -> None:
         self._storage = storage
         self._complete: set[str] = set()
-        """Keys of segments that were read and will not change: there was a later one."""
+        """Keys of segments that were read and will not change: there was a later one, or their session had ended."""
         self._begun: dict[str, float] = {}
         self._num_read: dict[str, int] = {}
         """Start of each session, and the number of its next event."""
@@ -124,12 +125,14 @@ class LedgerReader:
         for key in sorted(self._storage.list("ledger")):
             if match := _SEGMENT.fullmatch(key):
                 segments.setdefault(match["session"], []).append(key)
+        unread = [key for keys in segments.values() for key in keys if key not in self._complete]
+        parsed = {key: _parse(key, self._storage.read(key)) for key in unread}  # all before the first is noted
         added: dict[str, list[Event]] = {}
         for session, keys in segments.items():
-            unread = [key for key in keys if key not in self._complete]
             known = self._num_read.get(session, 0)
-            events = [event for key in unread for event in _parse(key, self._storage.read(key)) if event.seq >= known]
-            self._complete.update(keys[:-1])
+            events = [event for key in keys for event in parsed.get(key, ()) if event.seq >= known]
+            has_ended = any(isinstance(event, SessionEnded) for event in events)
+            self._complete.update(keys if has_ended else keys[:-1])
             if events:
                 events.sort(key=lambda event: event.seq)  # not by time: the clock may be set back
                 added[session], self._num_read[session] = events, events[-1].seq + 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import threading
 from collections.abc import Iterator
 from contextlib import closing
@@ -14,9 +15,10 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from elastic_ddp.cli.recorded_run import RunLedger
 from elastic_ddp.cli.timeline import sparkline
 from elastic_ddp.cli.watch_view import frame
-from elastic_ddp.errors import ConfigError
+from elastic_ddp.errors import ConfigError, StorageError
 from elastic_ddp.storage.lease import DriverLease
 from elastic_ddp.storage.storage import Storage
 from elastic_ddp.telemetry import Ledger, LedgerReader, read_ledger
@@ -177,7 +179,8 @@ def test_events_follows_a_run_until_its_session_ends(
         write(ledger, "commit", step=3)
         assert not printed.wait(0.1)
         write(ledger, "session_ended")
-        thread.join(30)
+        assert not printed.wait(0.1), "another driver may resume the run before it lets go"
+    thread.join(30)
     names = [json.loads(line)["event"] for line in result[0].splitlines()]
     assert names == ["session_started", "commit", "session_ended"]
 
@@ -219,6 +222,45 @@ def test_watch_shows_what_happened_to_a_run(ledger: Ledger, clock: Clock, tmp_pa
     assert "1 worker, rank 2" in lines["10.0.0.2"] and "GPU busy 50 %" in lines["10.0.0.2"]
     assert "generation 1: a worker failed: its process exited" in text
     assert all(len(line.rstrip()) <= 100 for line in text.splitlines())
+
+
+def test_watch_shows_values_that_are_not_finite_and_the_end_of_epochs(
+    ledger: Ledger, clock: Clock, tmp_path: Path
+) -> None:
+    write(ledger, "session_started", config={"name": "lm", "epochs": 3}, total_steps=90)
+    train(ledger, clock, workers=2, steps=range(30), seconds=2.0)
+    write(ledger, "evaluation", generation=1, name="validation_loss", loss=math.nan)
+    write(ledger, "step_skipped", generation=1, step=30, reason="a loss is NaN", loss_scale=math.inf)
+    text = shown(read_ledger(Storage(tmp_path)), clock.now)
+    assert "validation_loss nan" in text and "scale is now inf" in text
+    assert "step 30 of 90" in text
+
+
+def test_a_failed_request_to_the_storage_loses_no_event(
+    ledger: Ledger, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(ledger, "session_started")
+    run = RunLedger(str(tmp_path))
+    assert [event.event for event in run.read()] == ["session_started"]
+    write(ledger, "commit", step=1)
+    with monkeypatch.context() as patch:
+        patch.setattr(Storage, "read", lambda storage, key: (_ for _ in ()).throw(StorageError("503 Slow Down")))
+        assert run.poll() == ([], False)
+    with DriverLease(Storage(tmp_path), "lm", "s1", print) as lease:
+        lease.acquire()
+        events, is_over = run.poll()
+    assert [event.event for event in events] == ["commit"] and not is_over
+
+
+def test_a_session_that_has_ended_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ledger_of_a_run(tmp_path)
+    with closing(Ledger(Storage(tmp_path), "s2")) as ended:
+        write(ended, "session_ended")
+    reader, read = LedgerReader(Storage(tmp_path)), list[str]()
+    reader.read()
+    original = Storage.read
+    monkeypatch.setattr(Storage, "read", lambda storage, key: read.append(key) or original(storage, key))
+    assert reader.read() == [] and [key.split("/")[1][:2] for key in read] == ["s1"]
 
 
 def test_watch_fits_80_columns_and_a_run_that_has_just_started(ledger: Ledger, clock: Clock, tmp_path: Path) -> None:

@@ -46,7 +46,7 @@ def test_the_headline_says_what_happened() -> None:
     stopped = read_history([event for event in eventful() if event.session == "s1"]).summary
     assert headline(stopped).startswith("Stopped after 345 of 480 steps in 1 min 33 s")
     assert headline(stopped | {"status": "running", "total_steps": None}).startswith("Running, with 345 steps")
-    nothing = "Unfinished: the driver is gone after 0 steps in 0 s; no worker lost or drained."
+    nothing = "Running or unfinished, with 0 steps in 0 s; no worker lost or drained."
     assert headline(read_history([]).summary) == nothing
 
 
@@ -105,6 +105,8 @@ def test_throughput_has_stalls_and_stops_between_sessions() -> None:
     assert throughput(points) == [(1, 10), (2, 10), (3, 10), (4, 10), (14, 1), (20, None), (22, 10)]
     assert throughput(points, buckets=5) == [(14, 50 / 14), (20, None)]
     assert throughput([]) == []
+    went_back = [Point(session=0, at=at, step=1, samples=n) for at, n in ((0, 0), (10, 80), (15, 40), (20, 80))]
+    assert throughput(went_back) == [(10, 8), (20, 8)]
 
 
 def test_a_thinned_line_keeps_its_peaks() -> None:
