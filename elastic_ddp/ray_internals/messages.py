@@ -44,7 +44,8 @@ _LOG = "ray_print_logs"
 def mark_messages() -> None:
     """Marks what Ray logs in this process, a worker or a task, from now on."""
     _RayHandler.emit = _emit_marked
-    # Ray raises KeyboardInterrupt in a task that it cancels, which may hit a destructor or a generator.
+    # Ray raises KeyboardInterrupt in a task that it cancels, and SystemExit in a process that it ends. Either may hit a
+    # destructor or a generator.
     sys.unraisablehook = _report_unraisable
 
 
@@ -61,7 +62,7 @@ def _emit_marked(handler: Any, record: logging.LogRecord) -> None:
 
 
 def _report_unraisable(unraisable: Any) -> None:
-    if not issubclass(unraisable.exc_type, KeyboardInterrupt):
+    if not issubclass(unraisable.exc_type, KeyboardInterrupt | SystemExit):
         sys.__unraisablehook__(unraisable)
 
 

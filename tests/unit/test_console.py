@@ -104,6 +104,22 @@ def test_what_ray_logs_in_a_worker_is_told_from_what_a_user_logs(
     assert "ray.data failed" in (tmp_path / "ray.log").read_text()
 
 
+@pytest.mark.parametrize(("error", "is_shown"), [(KeyboardInterrupt, False), (SystemExit, False), (ValueError, True)])
+def test_the_end_of_a_task_in_a_generator_is_not_printed(
+    error: type[BaseException], is_shown: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(PlainRayHandler, "emit", PlainRayHandler.emit)  # restored after the test
+    monkeypatch.setattr(sys, "unraisablehook", sys.unraisablehook)
+    mark_messages()
+
+    class Interrupted:
+        def __del__(self) -> None:
+            raise error
+
+    Interrupted()
+    assert (error.__name__ in capsys.readouterr().err) == is_shown
+
+
 def test_prints_of_workers_that_differ_in_their_numbers_are_all_shown(
     prints: Prints, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
