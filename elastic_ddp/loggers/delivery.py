@@ -60,7 +60,7 @@ class Delivery:
         """Whether events were dropped from the backlog."""
         self._status: str | None = None
         """How the session ended; None before."""
-        self._is_abandoned = False
+        self._is_abandoned = self._is_announced = False
         self._failed_step: int | None = None
         """The step after which the logger works again; None while it works."""
         self._thread = threading.Thread(target=self._deliver, name=f"logger-{name}", daemon=True)
@@ -101,6 +101,7 @@ class Delivery:
             failed_step = self._failed_step
             try:
                 self.newest = self._logger.start(self._describe())
+                self._announce()
                 self._follow()
                 self._logger.finish(self._status or "")
                 self._note_success()
@@ -166,6 +167,12 @@ class Delivery:
         self.newest = step.step
         if self._failed_step is not None and step.step > self._failed_step:
             self._note_success()
+
+    def _announce(self) -> None:
+        """Says once where the logger writes, if it says so."""
+        if not self._is_announced and (destination := getattr(self._logger, "destination", None)):
+            self._notify(f"logging to {hide_credentials(str(destination))}")
+        self._is_announced = True
 
     def _note_failure(self, error: BaseException) -> None:
         if self._failed_step is None:

@@ -30,6 +30,9 @@ class Logger(Protocol):
 
     The driver calls the methods, all in one thread of this logger, so a slow logger does not slow the run. An exception
     does not end the run: the driver prints it once, and calls `start` again until the logger works.
+
+    After the first `start` of a session, the driver prints the attribute `destination` if the logger has it: where the
+    values go, such as a URL.
     """
 
     def start(self, run: LoggedRun) -> int | None:

@@ -43,19 +43,28 @@ class MlflowLogger:
                 f"loggers='mlflow': {reason}. Set MLFLOW_TRACKING_URI to the address of a "
                 "tracking server, such as http://mlflow:5000"
             ) from error
-        self._run_id = ""
+        self._run_id = self._experiment_id = ""
         self._is_first = True
 
+    @property
+    def destination(self) -> str:
+        """The page of the MLflow run, or its name and the store if that has no pages."""
+        uri = self._client.tracking_uri.partition("?")[0].rstrip("/")
+        if uri.startswith(("http://", "https://")):
+            return f"{uri}/#/experiments/{self._experiment_id}/runs/{self._run_id}"
+        return f"MLflow run {self._run_id} at {uri}"
+
     def start(self, run: LoggedRun) -> int | None:
-        experiment_id = self._experiment_id()
-        found = self._client.search_runs([experiment_id], f"tags.`{TAG}` = '{run.id}'", max_results=1)
+        self._experiment_id = self._open_experiment()
+        found = self._client.search_runs([self._experiment_id], f"tags.`{TAG}` = '{run.id}'", max_results=1)
         self._is_first = True
         if found:
             self._run_id = found[0].info.run_id
             self._client.update_run(self._run_id, status="RUNNING")
             newest = found[0].data.metrics.get(STEP)
             return None if newest is None else int(newest)
-        created = self._client.create_run(experiment_id, run_name=run.name, tags={TAG: run.id, "storage": run.uri})
+        tags = {TAG: run.id, "storage": run.uri}
+        created = self._client.create_run(self._experiment_id, run_name=run.name, tags=tags)
         self._run_id = created.info.run_id
         self._log_config(run.config)
         return None
@@ -73,7 +82,7 @@ class MlflowLogger:
     def finish(self, status: str) -> None:
         self._client.set_terminated(self._run_id, _STATUS.get(status, "FAILED"))
 
-    def _experiment_id(self) -> str:
+    def _open_experiment(self) -> str:
         from mlflow.exceptions import MlflowException
 
         if experiment_id := os.environ.get("MLFLOW_EXPERIMENT_ID"):

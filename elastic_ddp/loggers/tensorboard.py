@@ -32,12 +32,14 @@ class TensorBoardLogger:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._num_starts = 0
+        self.destination = ""
         self._file: _LocalFile | _Objects
 
     def start(self, run: LoggedRun) -> int | None:
         from tensorboardX.proto.event_pb2 import Event
 
         storage = Storage(run.uri)
+        self.destination = storage.at(FOLDER).uri
         self._num_starts += 1
         # TensorBoard reads files in the order of their names, and the clock may be set back between sessions.
         key = f"{FOLDER}/events.out.tfevents.{run.session_number:010d}.{run.session}.{self._num_starts:04d}"

@@ -42,6 +42,7 @@ class WandbLogger:
                 f"loggers='wandb' needs wandb 0.31 or newer, and {wandb.__version__} is installed: pip install -U wandb"
             )
         self._run: Any = None
+        self.destination = ""
         _check_credentials()
 
     def start(self, run: LoggedRun) -> int | None:
@@ -62,6 +63,7 @@ class WandbLogger:
             # The console belongs to the driver. The exit of the process waits for the service, at most this long.
             settings=wandb.Settings(console="off", silent=True, init_timeout=20.0, finish_timeout=20.0),
         )
+        self.destination = self._run.url or ("" if self._run.disabled else f"{Path(folder, 'wandb')}, offline")
         # Online, the server knows; the next step is 0 if it has none.
         return self._run.starting_step - 1 if self._run.starting_step else newest
 

@@ -91,6 +91,24 @@ def test_a_logger_that_fails_gets_what_it_lacks_and_one_line_says_so(tmp_path: P
     )
 
 
+class Linked(Failing):
+    """Knows where it writes, as soon as it has started."""
+
+    def start(self, run: ed.LoggedRun) -> int | None:
+        newest = super().start(run)
+        self.destination = "https://me:secret@host/runs/1"
+        return newest
+
+
+def test_the_driver_says_once_where_a_logger_writes_and_no_credential(tmp_path: Path) -> None:
+    linked = Linked(after=False)
+    with driver(tmp_path, "1", linked) as this:
+        this.record(*session_events())
+        this.loggers.finish("finished")
+    assert linked.steps == ALL
+    assert [note for note in this.notes if "logging to" in note] == ["logging to https://…@host/runs/1"]
+
+
 class Away(Keeper):
     """Fails until it is back."""
 
