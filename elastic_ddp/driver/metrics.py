@@ -7,9 +7,11 @@ start at zero in each driver.
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 from ray.util.metrics import Counter, Gauge
 
@@ -30,7 +32,7 @@ GAUGES = {
     "loss": ("Mean training loss of the newest logged step.", ()),
     "world_size": ("Workers in the generation that trains, 0 while none does.", ()),
     "goodput_ratio": ("Share of this driver's time that went into steps that count.", ()),
-    "last_commit_timestamp_seconds": ("Unix time of the newest commit.", ()),
+    "last_commit_timestamp_seconds": ("Unix time of this driver's newest commit; of its start before that.", ()),
     "phase_seconds": ("Seconds of each phase in one step, averaged over steps and ranks.", ("phase",)),
     "micro_batch_work_seconds": ("Seconds of the rank's own work for one micro-batch.", ("rank",)),
     "gpu_memory_bytes": ("Peak of the GPU memory that torch allocated on the rank.", ("rank",)),
@@ -39,7 +41,7 @@ GAUGES = {
 """Help and labels of each gauge, without the label `run`."""
 COUNTERS = {
     "steps_total": ("Steps done, repeated ones included.", ()),
-    "samples_total": ("Samples used, repeated ones included.", ()),
+    "samples_total": ("Samples used, repeated ones included except those before the first logged step.", ()),
     "commits_total": ("Commits that succeeded.", ()),
     "failures_total": ("Failures by kind.", ("kind",)),
 }
@@ -82,7 +84,6 @@ class RunMetrics:
         record = {} if resume_from is None else resume_from.record
         self._step = 0 if resume_from is None else resume_from.step
         self._samples: int | None = record.get("samples", 0)
-        self._newest_commit: float | None = record.get("time")
         self._has_failed = False
 
     def record(self, event: Event) -> None:
@@ -94,6 +95,11 @@ class RunMetrics:
         now = self._clock()
         if not self._world_size and now - self._computed_at >= GOODPUT_S:
             self._safely(lambda: self._compute_goodput(events.SessionEnded(at=now, time=now)))
+
+    def end(self) -> None:
+        """Silences the alerts about a session that is over, in a program that continues. Call it whatever happened."""
+        for name in ("world_size", "last_commit_timestamp_seconds"):
+            self._safely(partial(self._set, name, math.nan))  # compares as false; Ray has no way to remove it
 
     def _safely(self, update: Callable[[], None]) -> None:
         """Calls a function. Metrics must not end a run, whatever Ray does in another version or state."""
@@ -128,7 +134,7 @@ class RunMetrics:
     def _start(self) -> None:
         self._set("step", self._step)
         self._set("world_size", 0)
-        self._set("last_commit_timestamp_seconds", self._newest_commit)
+        self._set("last_commit_timestamp_seconds", self._clock())
         for name in ("steps_total", "samples_total", "commits_total"):
             start_at_zero(self._counters[name], {"run": self._run})
         for kind in FAILURES:
@@ -136,6 +142,7 @@ class RunMetrics:
 
     def _move_to(self, step: int) -> None:
         """Training continues from `step`, which is an earlier one if all workers failed."""
+        self._count("steps_total", step - self._step)
         if step < self._step:
             self._samples = None  # known again after the next logged step
         self._step = step

@@ -229,6 +229,7 @@ class Session:
 
     def end_workers(self) -> None:
         """Kills workers that are left, and ends the thread: a process that exits with a thread in Ray crashes."""
+        self._metrics.end()
         if self._gcs.is_lost:
             ray.shutdown()  # at the exit of this process, Ray would wait for the GCS and then print a line of its own
             return

@@ -199,7 +199,7 @@ def test_a_live_run_is_in_prometheus_in_the_dashboard_and_in_rays_api(
     with driver(tmp_path, pause, stopped_at + 20) as process:
         until(lambda: value("step") == stopped_at, log)  # of one driver: the gauges of the other have ended
         committed_at = newest(read_ledger(storage), events.CommitSucceeded).at
-        assert value("last_commit_timestamp_seconds") == pytest.approx(committed_at, abs=5)
+        assert (value("last_commit_timestamp_seconds") or 0) > committed_at, "the start of this driver"
         pause.unlink()
         assert process.wait(60) == 0, log.read_text()
     run, _ = newest_run(head)

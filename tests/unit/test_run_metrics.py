@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 import re
+import shutil
+import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +24,7 @@ from tests.unit.ledger_events import ledger_event
 
 ROOT = Path(__file__).parents[2]
 DASHBOARD = json.loads((ROOT / "cluster/grafana/elastic_ddp.json").read_text())
+GUIDE = ROOT / "docs/guides/monitoring.md"
 Values = dict[tuple[str, ...], float]
 
 
@@ -91,10 +95,10 @@ def test_step_loss_samples_and_commits_are_those_of_the_ledger(values: Values) -
     assert {kind: values["failures_total", kind] for kind in FAILURES} == dict.fromkeys(FAILURES, 0)
 
 
-def test_a_resumed_run_continues_its_step_and_the_age_of_its_newest_commit(values: Values) -> None:
+def test_a_resumed_run_continues_its_step_and_the_age_of_a_commit_begins_anew(values: Values) -> None:
     commit = SimpleNamespace(step=40, record={"samples": 1920, "time": 50.0})
     play(started(100.0, step=40), resume_from=commit)
-    assert values["step",] == 40 and values["last_commit_timestamp_seconds",] == 50.0
+    assert values["step",] == 40 and values["last_commit_timestamp_seconds",] == 100.0, "an alert would fire at once"
     play(
         started(100.0, step=40),
         training(1, 110.0, 1, 40),
@@ -115,6 +119,74 @@ def test_steps_that_are_repeated_count_again(values: Values) -> None:
     )
     assert values["step",] == 40 and values["steps_total",] == 50
     assert values["samples_total",] == 1440 + 480, "how many samples the first of them repeats is not known"
+
+
+def test_steps_before_a_new_generation_count_though_none_of_them_was_logged(values: Values) -> None:
+    play(
+        started(100.0),
+        training(1, 110.0, 1, 0),
+        accounted("steps", 1, 120.0, step=21, samples=168, useful=9.0),
+        training(2, 130.0, 2, 29),
+        training(3, 140.0, 3, 40),
+        accounted("steps", 3, 150.0, step=41, samples=328, useful=9.0),
+    )
+    assert values["step",] == values["steps_total",] == 41 and values["samples_total",] == 328
+
+
+def test_a_session_that_is_over_has_no_values_that_an_alert_compares(values: Values) -> None:
+    recorded, _ = play(started(100.0), training(1, 110.0, 1, 0), ledger_event("finished", time=120.0))
+    recorded.end()
+    assert math.isnan(values["world_size",]) and math.isnan(values["last_commit_timestamp_seconds",])
+    assert values["step",] == 0
+
+
+def alerts() -> dict[str, dict[str, str]]:
+    """The alerts of the guide, by name."""
+    rows = re.findall(r"^\| ([^|]+) \| `(.*_elastic_ddp_.*)` \| (?:`(\w+)`)? ?\|$", GUIDE.read_text(), re.MULTILINE)
+    return {name: {"alert": name, "expr": expr, **({"for": wait} if wait else {})} for name, expr, wait in rows}
+
+
+SERIES: dict[str, dict[str, str]] = {
+    "starts": {"world_size": "0x4 2x700", "last_commit_timestamp_seconds": "0+15x700"},
+    "waits": {"world_size": "2 0x700", "last_commit_timestamp_seconds": "0+15x700"},
+    "never commits": {"world_size": "2x700", "last_commit_timestamp_seconds": "0x700"},
+    "is over": {"world_size": "2" + 700 * " NaN", "last_commit_timestamp_seconds": "0" + 700 * " NaN"},
+    "loses workers": {'failures_total{kind="worker"}': "0+1x700"},
+    "cannot commit": {'failures_total{kind="commit"}': "0+1x700"},
+}
+"""Values by run and metric, every 15 s."""
+
+
+@pytest.mark.parametrize(
+    ("alert", "early", "late"),
+    [
+        ("nothing trains for ten minutes", [], ["waits"]),
+        ("no commit for an hour", [], ["never commits"]),
+        ("workers fail often", ["loses workers"], ["loses workers"]),
+    ],
+)
+def test_the_alerts_of_the_guide_fire_for_the_runs_that_they_name(
+    tmp_path: Path, alert: str, early: list[str], late: list[str]
+) -> None:
+    if (promtool := shutil.which("promtool")) is None:
+        pytest.skip("needs promtool, of Debian's package prometheus")
+    assert len(alerts()) == 4
+    (tmp_path / "rules").write_text(json.dumps({"groups": [{"name": "guide", "rules": [alerts()[alert]]}]}))
+    series = []
+    for run, metrics_of_run in SERIES.items():
+        for metric, values in metrics_of_run.items():
+            name, _, labels = metric.partition("{")
+            selected = f'run="{run}",{labels}' if labels else f'run="{run}"}}'
+            series.append({"series": f"ray_{PREFIX}{name}{{{selected}", "values": values})
+    expected = [
+        {"eval_time": at, "alertname": alert, "exp_alerts": [{"exp_labels": {"run": run}} for run in runs]}
+        for at, runs in (("9m", early), ("2h", late))
+    ]
+    case = {"interval": "15s", "input_series": series, "alert_rule_test": expected}
+    tests = {"rule_files": ["rules"], "evaluation_interval": "15s", "tests": [case]}
+    (tmp_path / "tests").write_text(json.dumps(tests))
+    checked = subprocess.run([promtool, "test", "rules", "tests"], cwd=tmp_path, capture_output=True, text=True)
+    assert checked.returncode == 0, checked.stdout + checked.stderr
 
 
 def test_a_killed_worker_is_one_failure_and_no_worker_trains_until_it_is_replaced(values: Values) -> None:
