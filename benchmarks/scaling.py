@@ -1,7 +1,7 @@
 """Measures how throughput grows with the number of workers: `python benchmarks/scaling.py --workers 1,2,4 --strong`.
 
 Each world size is a run of its own, of the same GPT on the same rows, with a warm-up that does not count. The figures
-are those that `elastic-ddp show` has: samples in the phase `useful`, without the first step.
+are those that `elastic-ddp show` has: samples in the phase `useful`.
 
     --strong    the global batch is the same at each world size: `--micro-batches` for each of the most workers
     --weak      the global batch grows with the workers: `--micro-batches` for each worker
@@ -40,6 +40,8 @@ from steps import busy_seconds, describe_machine, processes_below  # noqa: E402
 import elastic_ddp as ed  # noqa: E402
 from elastic_ddp.storage.storage import Storage  # noqa: E402
 from elastic_ddp.telemetry import read_ledger  # noqa: E402
+from elastic_ddp.telemetry.event import Event  # noqa: E402
+from elastic_ddp.telemetry.events import FirstStep, StepsCompleted  # noqa: E402
 from elastic_ddp.telemetry.scaling import scaling  # noqa: E402
 
 CPU = {"context": 64, "width": 320, "layers": 8, "heads": 5, "dropout": 0.0}
@@ -48,6 +50,7 @@ MICRO_BATCH_SIZE = {False: 8, True: 16}
 """Samples of a micro-batch, by whether it is on a GPU."""
 ROWS = 16_384
 WARMUP_STEPS = 5
+"""One of them is logged last: with `log_every_steps = 4`, the steps 1, 5, 9, ... are."""
 
 
 def write_dataset(folder: Path, context: int) -> None:
@@ -73,9 +76,13 @@ def fit(folder: Path, setting: dict[str, Any]) -> None:
                 step.optimize()
 
     size = MICRO_BATCH_SIZE[gpu]
-    config = {"name": setting["name"], "storage": str(folder / "runs"), "steps": setting["steps"] + WARMUP_STEPS}
+    config = {"name": setting["name"], "storage": str(folder / "runs"), "steps": WARMUP_STEPS + setting["steps"]}
     config |= {"global_batch_size": size * setting["micro_batches"], "micro_batch_size": size}
-    config |= {"min_workers": workers, "max_workers": workers, "log_every_steps": WARMUP_STEPS}
+    config |= {
+        "min_workers": workers,
+        "max_workers": workers,
+        "log_every_steps": WARMUP_STEPS - 1,
+    }  # the last step of the warm-up is logged
     config |= {"reduction": setting["reduction"], "checkpoint": {"every_steps": 1_000_000}}
     config |= {"precision": "bf16", "resources_per_worker": {"CPU": 1, "GPU": 1}} if gpu else {}
     num_gpus = workers if gpu else 0
@@ -96,12 +103,17 @@ def measure(folder: Path, setting: dict[str, Any]) -> dict[str, Any]:
     foreign_s = busy_seconds() - busy - own_s
     if driver.returncode != 0:
         raise SystemExit(f"{setting['workers']} workers: the run failed:\n{(folder / 'log').read_text()[-4000:]}")
-    (row,) = scaling(read_ledger(Storage(str(folder / "runs" / setting["name"]))))
+    events = read_ledger(Storage(str(folder / "runs" / setting["name"])))
+    (row,) = scaling(event for event in events if not is_of_warm_up(event))
     return {
         **row,
         "global_batch_size": MICRO_BATCH_SIZE[setting["gpu"]] * setting["micro_batches"],
         "foreign_share": max(0.0, foreign_s / (os.cpu_count() or 1) / (time.monotonic() - began)),
     }
+
+
+def is_of_warm_up(event: Event) -> bool:
+    return isinstance(event, FirstStep) or (isinstance(event, StepsCompleted) and event.step < WARMUP_STEPS)
 
 
 def with_speed_up(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -154,9 +166,13 @@ def plot(results: dict[str, Any], file: Path) -> None:
     figure.savefig(file, metadata={"Date": None})
 
 
+def world_sizes(text: str) -> list[int]:
+    return sorted({int(size) for size in text.split(",")})
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--workers", default="1,2", help="comma-separated world sizes")
+    parser.add_argument("--workers", type=world_sizes, default=[1, 2], help="comma-separated world sizes")
     modes = parser.add_mutually_exclusive_group()
     modes.add_argument("--strong", action="store_const", dest="mode", const="strong", help="the default")
     modes.add_argument("--weak", action="store_const", dest="mode", const="weak")
@@ -174,7 +190,7 @@ def main() -> None:
         return
     if find_spec("matplotlib") is None:
         parser.error("matplotlib missing. Install it with: pip install 'elastic_ddp[bench]'")
-    sizes = sorted({int(size) for size in options.workers.split(",")})
+    sizes = options.workers
     model = GPU if options.gpu else CPU
     parameters = sum(parameter.numel() for parameter in GPT(**model).parameters())
     results: dict[str, Any] = {

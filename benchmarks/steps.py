@@ -376,7 +376,7 @@ def print_table(results: dict[str, Any], output: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, default=Path("benchmarks/results/steps.json"))
+    parser.add_argument("--output", type=Path, help="default benchmarks/results/steps.json, or steps-phases.json")
     parser.add_argument("--rounds", type=int, default=12, help="number of turns of each side")
     parser.add_argument("--turn-s", type=float, default=10.0, help="seconds per turn; a turn has at least three steps")
     parser.add_argument(
@@ -390,6 +390,8 @@ def main() -> None:
     for hidden in ("--side", "--data", "--folder"):  # passed to the processes of a side
         parser.add_argument(hidden, help=argparse.SUPPRESS)
     options = parser.parse_args()
+    name = "steps-phases.json" if options.phases else "steps.json"
+    options.output = options.output or Path("benchmarks/results", name)
     if options.side == "plain":
         run_plain(options.data, options.folder, options.accumulate[0])
     elif options.phases:

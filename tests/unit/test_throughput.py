@@ -75,6 +75,14 @@ def test_steps_that_were_repeated_count_once() -> None:
     assert set(rates(from_the_start)) == {3}, "no earlier work survived"
 
 
+def test_steps_that_a_later_generation_of_the_session_repeats_count_once() -> None:
+    """All workers failed after step 20, and the newest commit was step 15."""
+    again = [*generation(2, 2, 40.0, 15), steps(2, 50.0, 30, 10.0), finished(51.0)]
+    one, two = scaling([*GROWN[:6], *again])
+    assert (one["steps"], one["seconds"]) == (15 - 1, 14.0)
+    assert two["steps"] == 30 - 16
+
+
 def test_steps_of_unlogged_generations_count_by_their_last_account() -> None:
     ended = accounted("generation_ended", 2, 40.0, last_step=26, useful=5.0)
     third = [*generation(3, 1, 41.0, 26), steps(3, 50.0, 40, 9.0)]
