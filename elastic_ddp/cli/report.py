@@ -23,9 +23,10 @@ def report(
 ) -> None:
     """Write a page about one or several runs.
 
-    The page shows the workers over time with every join, loss and drain, loss and metrics, throughput, goodput, stalls,
-    commits and the configuration. It is one file that needs no network. A file named .svg becomes a picture of workers
-    and loss. The command needs no cluster.
+    The page shows the outcome of each run, its workers over time with every join, failure and drain, loss and metrics,
+    throughput, phases of a step, goodput, stalls, commits, scaling, events, the configuration and the versions. It is
+    one file that needs no network. A file named .svg becomes a picture of workers and loss. The command needs no
+    cluster.
     """
     from elastic_ddp.report.history import read_history
     from elastic_ddp.report.page import render_page

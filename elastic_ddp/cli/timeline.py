@@ -8,14 +8,17 @@ from collections.abc import Iterable
 import numpy as np
 from rich.text import Text
 
-from elastic_ddp.report.history import History, Kind
+from elastic_ddp.report.history import History
+from elastic_ddp.report.marks import Kind
 
 _BARS = "▁▂▃▄▅▆▇"
 """Not the full block: a line of bars would touch the one above it."""
 MARKS: dict[Kind, tuple[str, str, str]] = {
-    "lost": ("✕", "bold red", "failed"),
+    "failed": ("✕", "bold red", "failed"),
     "hang": ("!", "bold red", "hang"),
-    "failed": ("■", "bold red", "the run failed"),
+    "run failed": ("■", "bold red", "the run failed"),
+    "driver died": ("†", "bold red", "the driver died"),
+    "stopped": ("□", "bold blue", "stopped"),
     "drained": ("▼", "bold yellow", "drained"),
     "left": ("▽", "yellow", "left"),
     "resumed": ("↻", "bold blue", "resumed"),

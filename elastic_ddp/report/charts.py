@@ -13,5 +13,6 @@ from elastic_ddp.report.timeline import timeline
 
 def charts(histories: Sequence[History]) -> list[Chart]:
     """Returns the charts that the ledgers have data for."""
-    makers = (timeline, metrics, phases, where_the_time_went, stalls, commits, gpus)
-    return [chart for make in makers if (chart := make(histories)) is not None]
+    first = (timeline, metrics, phases, where_the_time_went)
+    made = [*(make(histories) for make in first), *stalls(histories), commits(histories), gpus(histories)]
+    return [chart for chart in made if chart is not None]

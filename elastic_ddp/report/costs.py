@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 from elastic_ddp.report.figure import (
@@ -21,8 +23,17 @@ from elastic_ddp.report.history import History
 from elastic_ddp.report.words import counted, duration, num_bytes
 from elastic_ddp.telemetry.goodput import PARTS
 
-STALL_COLORS = {"detection": "#d62728", "rendezvous": "#3b78c2", "hand_over": "#e08214"}
+STALL_COLORS = {"detection": "#d62728", "rendezvous": "#3b78c2", "hand_over": "#e08214", "first_step": "#8e6bbf"}
+_STALL_NAMES = {"hand_over": "hand-over", "first_step": "first step, beyond a usual one"}
+_GOODPUT = """useful: steps, evaluations and the training function's own code between them.
+redone: steps that a failure undid or interrupted, which were done again.
+detection: from a failure until the other workers know of it.
+rendezvous: until the workers have formed a generation and its process group.
+hand-over: until all workers have the state and training starts.
+checkpoint: training waited for a commit. waiting: too few workers.
+start-up: until the first generation of a session. shut-down: after the last one."""
 _MAX_STALLS = 30
+_LEGEND_PX = 60
 
 
 def where_the_time_went(histories: Sequence[History]) -> Chart | None:
@@ -53,46 +64,78 @@ def where_the_time_went(histories: Sequence[History]) -> Chart | None:
         )
     layout = bars(len(parts) * len(histories), "share of the time (%)")
     layout["yaxis"] |= {"autorange": "reversed"}
-    layout["xaxis"] |= {"range": [0, 170], "tickvals": [0, 25, 50, 75, 100]}
-    caption = "useful: steps, evaluations and the training function's own code between them."
-    return Chart(title="Goodput: where the time went", caption=caption, data=data, layout=layout)
+    layout["xaxis"] |= {"range": [0, 100], "domain": [0, 0.55], "tickvals": [0, 50, 100]}
+    return Chart(title="Goodput: where the time went", caption=_GOODPUT, data=data, layout=layout)
 
 
-def stalls(histories: Sequence[History]) -> Chart | None:
-    """How long each change of the workers stopped training."""
+def stalls(histories: Sequence[History]) -> list[Chart]:
+    """How long each change of the workers stopped training: a chart for each run."""
+    charts = [(history, _stalls(history)) for history in histories]
+    return [
+        chart if len(histories) == 1 else replace(chart, title=f"{chart.title} of {history.label}")
+        for history, chart in charts
+        if chart is not None
+    ]
+
+
+def _stalls(history: History) -> Chart | None:
+    usual_s = _usual_step_s(history)
+    generations = history.summary["generations"]
     found = [
-        (history, row, {part: row[f"{part}_s"] or 0.0 for part in STALL_COLORS})
-        for history in histories
-        for before, row in zip(history.summary["generations"], history.summary["generations"][1:], strict=False)
+        (row, _costs(row, usual_s))
+        for before, row in pairwise(generations)
         if row["session"] == before["session"] and row["rendezvous_s"] is not None
     ]
-    longest = sorted(found, key=lambda each: -sum(each[2].values()))[:_MAX_STALLS]
+    longest = sorted(found, key=lambda each: -sum(each[1].values()))[:_MAX_STALLS]
     shown = [each for each in found if any(each is one for one in longest)]
     if not shown:
         return None
-    prefix = {history.label: f"{history.label}: " if len(histories) > 1 else "" for history in histories}
     data = [
         {
             "type": "bar",
             "orientation": "h",
-            "name": part.replace("_", "-"),
+            "name": _STALL_NAMES.get(part, part),
             "marker": {"color": color},
             "y": list(range(len(shown))),
-            "x": [costs[part] for _, _, costs in shown],
-            "text": [escape(f"{row['reason']}: {counted(row['world_size'], 'worker')} now") for _, row, _ in shown],
+            "x": [costs[part] for _, costs in shown],
+            "text": [escape(f"{row['reason']}: {counted(row['world_size'], 'worker')} now") for row, _ in shown],
             "textposition": "none",
-            "hovertemplate": f"%{{text}}<br>{part.replace('_', '-')} %{{x:.2f}} s<extra></extra>",
+            "hovertemplate": f"%{{text}}<br>{_STALL_NAMES.get(part, part)} %{{x:.2f}} s<extra></extra>",
         }
         for part, color in STALL_COLORS.items()
     ]
     layout = bars(len(shown), "training stopped for (s)")
     layout |= {"barmode": "stack", "showlegend": True}
-    ticks = [escape(f"{prefix[each.label]}step {row['first_step']:,}, {row['reason']}") for each, row, _ in shown]
+    layout["height"] += _LEGEND_PX
+    layout["xaxis"] |= {"nticks": 6, "tickangle": 0}
+    ticks = [escape(f"step {row['first_step']:,}, {_short(row['reason'])}") for row, _ in shown]
     layout["yaxis"] |= {"autorange": "reversed", "tickvals": list(range(len(shown))), "ticktext": ticks}
-    median = statistics.median(sum(costs.values()) for _, _, costs in found)
-    caption = f"{counted(len(found), 'change')} of the workers, median {duration(median)}."
+    median = statistics.median(sum(costs.values()) for _, costs in found)
+    caption = f"{counted(len(found), 'change')} of the workers, median {duration(median)} until training went on."
+    caption += "" if usual_s is None else f" A usual step takes {duration(usual_s)}."
     caption += f" The {_MAX_STALLS} longest are shown." if len(found) > len(shown) else ""
     return Chart(title="Stalls", caption=caption, data=data, layout=layout)
+
+
+def _costs(row: Mapping[str, Any], usual_s: float | None) -> dict[str, float]:
+    """The seconds of each part of a stall. A first step costs what it takes longer than a usual one."""
+    costs = {part: row[f"{part}_s"] or 0.0 for part in STALL_COLORS}
+    return costs | {"first_step": 0.0 if usual_s is None else max(0.0, costs["first_step"] - usual_s)}
+
+
+def _short(reason: str) -> str:
+    """Returns "failed" for "worker failed": a phone has little room beside the bars."""
+    return reason.removeprefix("workers ").removeprefix("worker ")
+
+
+def _usual_step_s(history: History) -> float | None:
+    """The median duration of a step."""
+    durations = [
+        (point.at - before.at) / (point.step - before.step)
+        for before, point in zip(history.points, history.points[1:], strict=False)
+        if point.session == before.session and point.step > before.step
+    ]
+    return statistics.median(durations) if durations else None
 
 
 def commits(histories: Sequence[History]) -> Chart | None:
@@ -131,4 +174,4 @@ def commits(histories: Sequence[History]) -> Chart | None:
             )
     layout = time_panels(["seconds until durable"], histories)
     layout["yaxis"] |= {"rangemode": "tozero"}
-    return Chart(title="Commits", caption=" ".join(captions), data=data, layout=layout) if data else None
+    return Chart(title="Commits", caption="\n".join(captions), data=data, layout=layout) if data else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from elastic_ddp.report.figure import (
@@ -20,37 +21,32 @@ from elastic_ddp.report.figure import (
     time_unit,
     y_axis,
 )
-from elastic_ddp.report.history import History, Measurement, Point
+from elastic_ddp.report.history import History, Point
 
 PHASE_COLORS = {
-    "data": "#e08214",
-    "forward": "#3b78c2",
-    "backward": "#7fb2e5",
-    "communication": "#d4a72c",
-    "optimizer": "#2a9d6e",
+    "data": "#d55e00",
+    "forward": "#7cc4f0",
+    "backward": "#0b62a4",
+    "communication": "#ecd03f",
+    "optimizer": "#009e73",
 }
-"""Other phases are gray."""
+"""Colors that people with color blindness can tell apart. Other phases are gray."""
 _MAX_METRICS = 12
 
 
 def metrics(histories: Sequence[History]) -> Chart | None:
-    """The training loss and each metric, over steps."""
+    """The training loss and each metric, over steps. One with a single value has no chart."""
     points = [point for history in histories for point in history.points]
     found = ["loss"] if any(point.loss is not None for point in points) else []
     for history in histories:
         found += [name for point in (*history.evaluations, *history.points) for name in point.metrics]
-    names = list(dict.fromkeys(found))[:_MAX_METRICS]
-    left_out = len(set(found)) - len(names)
+    found = [name for name in dict.fromkeys(found) if any(len(_points_of(each, name)) > 1 for each in histories)]
+    names, left_out = found[:_MAX_METRICS], len(found[_MAX_METRICS:])
     data: list[dict[str, Any]] = []
     for row, name in enumerate(names):
         for index, history in enumerate(histories):
-
-            def value(point: Point, name: str = name) -> float | None:
-                return point.loss if name == "loss" else point.metrics.get(name)
-
-            measured = [point for point in history.evaluations if value(point) is not None]
-            points = measured or [point for point in history.points if value(point) is not None]
-            line = broken(thin(points, value))
+            value = partial(_value, name=name)
+            line = broken(thin(_points_of(history, name), value))
             data.append(
                 {
                     **of_run(histories, index),
@@ -67,6 +63,16 @@ def metrics(histories: Sequence[History]) -> Chart | None:
         return None
     caption = f"{left_out} more metrics are not shown." if left_out else ""
     return Chart(title="Loss and metrics", caption=caption, data=data, layout=panels(names, "step"))
+
+
+def _points_of(history: History, name: str) -> list[Point]:
+    """The points that have this metric: those of evaluations, if there are any."""
+    measured = [point for point in history.evaluations if _value(point, name) is not None]
+    return measured or [point for point in history.points if _value(point, name) is not None]
+
+
+def _value(point: Point, name: str) -> float | None:
+    return point.loss if name == "loss" else point.metrics.get(name)
 
 
 def phases(histories: Sequence[History]) -> Chart | None:
@@ -90,32 +96,34 @@ def phases(histories: Sequence[History]) -> Chart | None:
         for history in histories
         if (verdict := history.summary["bottleneck"]) is not None
     ]
-    caption = " ".join(["Averages over ranks. Other ranks wait for the slowest in communication.", *verdicts])
+    caption = "\n".join(["Averages over ranks. Other ranks wait for the slowest in communication.", *verdicts])
     return Chart(title="Phases of a step", caption=caption, data=data, layout=time_panels(titles, histories))
 
 
 def _areas(history: History, histories: Sequence[History]) -> list[dict[str, Any]]:
-    """The phases of one run, stacked; none between two sessions."""
+    """The phases of one run, stacked. Each session is an area of its own, so that there is a gap before the next."""
     size, _ = time_unit(histories)
-    points: list[tuple[Measurement, float]] = []
-    for each in history.measurements:
-        if points and points[-1][0].session != each.session:
-            points += [(points[-1][0], 0.0), (each, 0.0)]
-        points.append((each, 1000.0))
-    return [
-        {
-            "name": escape(name.replace("_", " ")),
-            "legendgroup": escape(name),
-            "mode": "lines",
-            "stackgroup": escape(history.label),
-            "line": {"width": 0.5, "color": PHASE_COLORS.get(name, "#9a9a9a")},
-            "x": [each.at / size for each, _ in points],
-            "y": [factor * each.phases.get(name, 0.0) for each, factor in points],
-            "text": [f"step {each.step:,}" for each, _ in points],
-            "hovertemplate": f"{escape(name.replace('_', ' '))} %{{y:,.1f}} ms, %{{text}}<extra></extra>",
-        }
-        for name in dict.fromkeys(name for each in history.measurements for name in each.phases)
-    ]
+    names = list(dict.fromkeys(name for each in history.measurements for name in each.phases))
+    traces = []
+    for session in dict.fromkeys(each.session for each in history.measurements):
+        measured = [each for each in history.measurements if each.session == session]
+        for name in names:
+            color = PHASE_COLORS.get(name, "#b3b3b3")
+            traces.append(
+                {
+                    "name": escape(name.replace("_", " ")),
+                    "legendgroup": escape(name),
+                    "mode": "lines",
+                    "stackgroup": f"{escape(history.label)} {session}",
+                    "line": {"width": 0.5, "color": color},
+                    "fillcolor": color,
+                    "x": [each.at / size for each in measured],
+                    "y": [1000.0 * each.phases.get(name, 0.0) for each in measured],
+                    "text": [f"step {each.step:,}" for each in measured],
+                    "hovertemplate": f"{escape(name.replace('_', ' '))} %{{y:,.1f}} ms, %{{text}}<extra></extra>",
+                }
+            )
+    return traces
 
 
 def gpus(histories: Sequence[History]) -> Chart | None:

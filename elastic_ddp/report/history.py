@@ -6,41 +6,23 @@ import math
 import statistics
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any
 
-from elastic_ddp.report.words import counted, duration
+from elastic_ddp.report.marks import Clock, Mark, find_marks, first_line
 from elastic_ddp.telemetry.event import Event
 from elastic_ddp.telemetry.events import (
     CommitFailed,
     CommitSucceeded,
     EvaluationFinished,
     GenerationFormed,
-    HangDetected,
     PhasesMeasured,
-    RunFailed,
     SessionStarted,
     StepsCompleted,
-    WorkerFailed,
-    WorkerLeft,
 )
-from elastic_ddp.telemetry.sessions import Session, moment, read_sessions
+from elastic_ddp.telemetry.sessions import read_sessions
 from elastic_ddp.telemetry.summary import summarize
 
 _MAX_MEASUREMENTS = 500
-Kind = Literal["joined", "lost", "drained", "left", "resumed", "hang", "failed"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Mark:
-    """A change of a run that a reader looks for."""
-
-    kind: Kind
-    at: float
-    step: int | None
-    """Steps done; None before the first generation."""
-    world_size: int
-    """Number of workers before it; after it if it adds workers."""
-    text: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,8 +75,16 @@ class History:
     summary: dict[str, Any]
     """As `summarize` returns it."""
     config: Mapping[str, Any]
+    began: float
+    """Unix time of the first session's start."""
+    ended: float
+    """Unix time of the last session's end, or of the last event."""
+    nodes: list[str]
+    """Addresses of the nodes that trained."""
     sizes: list[tuple[float, int]]
     """Number of workers that train, from each time on; 0 while none does."""
+    start_ups: list[tuple[float, float]]
+    """Begin of each session, and when its first generation formed."""
     marks: list[Mark]
     points: list[Point]
     evaluations: list[Point]
@@ -116,14 +106,20 @@ def read_history(events: Iterable[Event]) -> History:
     """
     events = list(events)
     summary = summarize(events)
-    clock = _Clock(read_sessions(events))
+    clock = Clock(read_sessions(events))
     started = [event for event in events if isinstance(event, SessionStarted)]
+    formed = [event for event in events if isinstance(event, GenerationFormed)]
+    nodes = {str(member["node"]) for event in formed for member in event.members if "node" in member}
     return History(
         label=str(summary["name"] or "run"),
         summary=summary,
         config=dict(started[-1].config) if started else {},
+        began=clock.sessions[0].began_at if clock.sessions else 0.0,
+        ended=max((session.began_at + session.length_s for session in clock.sessions), default=0.0),
+        nodes=sorted(nodes),
         sizes=_sizes(events, clock),
-        marks=_marks(events, clock),
+        start_ups=[_start_up(number, clock) for number in range(len(clock.sessions))],
+        marks=find_marks(events, clock),
         points=[_point(event, clock) for event in events if isinstance(event, StepsCompleted)],
         evaluations=[
             Point(session=clock.session(event), at=clock.at(event), step=event.step, metrics={event.name: value})
@@ -164,33 +160,7 @@ def finite(value: Any) -> float | None:
     return float(value) if is_number else None
 
 
-class _Clock:
-    """Converts times of events to seconds since the run began, without the time between sessions."""
-
-    def __init__(self, sessions: list[Session]) -> None:
-        self.sessions = sessions
-        self._numbers = {session.name: number for number, session in enumerate(sessions)}
-        self._offsets = [sum(session.length_s for session in sessions[:number]) for number in range(len(sessions))]
-
-    def session(self, event: Event) -> int:
-        return self._numbers[event.session]
-
-    def begin(self, number: int) -> float:
-        """When a session began."""
-        return self._offsets[number]
-
-    def at(self, event: Event) -> float:
-        number = self._numbers[event.session]
-        session = self.sessions[number]
-        return self._offsets[number] + min(max(0.0, moment(event) - session.began_at), session.length_s)
-
-    def pause_s(self, number: int) -> float:
-        """Returns the seconds between a session and the one before it."""
-        before, session = self.sessions[number - 1], self.sessions[number]
-        return max(0.0, session.began_at - before.began_at - before.length_s)
-
-
-def _sizes(events: list[Event], clock: _Clock) -> list[tuple[float, int]]:
+def _sizes(events: list[Event], clock: Clock) -> list[tuple[float, int]]:
     sizes: list[tuple[float, int]] = []
     for number, session in enumerate(clock.sessions):
         sizes.append((clock.begin(number), 0))
@@ -203,85 +173,12 @@ def _sizes(events: list[Event], clock: _Clock) -> list[tuple[float, int]]:
     return sizes
 
 
-def _marks(events: list[Event], clock: _Clock) -> list[Mark]:
-    """Returns what changed the run, in order. Workers that join, fail or leave together are one mark."""
-    marks = _Marks(clock)
-    for event in events:
-        marks.take(event)
-    return marks.found
+def _start_up(number: int, clock: Clock) -> tuple[float, float]:
+    begin, session = clock.begin(number), clock.sessions[number]
+    return begin, begin + (session.generations[0].formed_at if session.generations else session.length_s)
 
 
-class _Marks:
-    """Finds the marks of a run, event by event."""
-
-    def __init__(self, clock: _Clock) -> None:
-        self.found: list[Mark] = []
-        self._clock = clock
-        self._step: int | None = None
-        self._size = 0
-        self._members: set[tuple[Any, Any]] = set()
-        """Node and process id of each member of the generation."""
-        self._since_formed = 0
-        """Number of marks before the generation formed."""
-        self._gone: dict[tuple[str, int, Kind], set[str]] = {}
-        """Ids of workers that failed or left, by session, generation and mark."""
-
-    def take(self, event: Event) -> None:
-        """Takes the next event."""
-        match event:
-            case SessionStarted():
-                self._step = event.resumed_from_step or self._step
-                self._size, self._members = 0, set()
-                if number := self._clock.session(event):
-                    where = "the start" if event.resumed_from_step is None else f"step {event.resumed_from_step:,}"
-                    pause = duration(self._clock.pause_s(number))
-                    self._add("resumed", event, f"resumed from {where}, {pause} after the session before")
-                self._since_formed = len(self.found)
-            case GenerationFormed():
-                self._form(event)
-            case StepsCompleted():
-                self._step = event.step
-            case WorkerFailed(member=str(member)):
-                self._remove("lost", event, member, event.error)
-            case WorkerLeft():
-                kind: Kind = "drained" if event.kind == "drain" else "left"
-                why = "its node or process was to stop" if kind == "drained" else "the run was resized"
-                self._remove(kind, event, event.member or str(event.seq), why)
-            case HangDetected():
-                self._add("hang", event, f"hang: no worker made progress for {duration(event.seconds)}")
-            case RunFailed():
-                self._add("failed", event, f"the run failed: {_first_line(event.error)}")
-
-    def _form(self, event: GenerationFormed) -> None:
-        members = {(member.get("node"), member.get("pid")) for member in event.members}
-        joined = len(members - self._members) if self._members else 0
-        self._size, self._members = event.world_size, members
-        if event.first_step is not None:
-            self._step = event.first_step
-            # Steps are logged now and then only; the next generation starts at the step where the workers left.
-            changed = self.found[self._since_formed :]
-            self.found[self._since_formed :] = [replace(mark, step=event.first_step) for mark in changed]
-        if joined:
-            self._add("joined", event, f"{counted(joined, 'worker')} joined: {self._size:,} train now")
-        self._since_formed = len(self.found)
-
-    def _remove(self, kind: Kind, event: WorkerFailed | WorkerLeft, member: str, why: str) -> None:
-        gone = self._gone.setdefault((event.session, event.generation, kind), set())
-        is_first = not gone
-        gone.add(member)
-        text = f"{counted(len(gone), 'worker')} {kind}: {_first_line(why)}"
-        if is_first:
-            self._add(kind, event, text)
-        else:
-            index = next(at for at in reversed(range(len(self.found))) if self.found[at].kind == kind)
-            self.found[index] = replace(self.found[index], text=text)
-
-    def _add(self, kind: Kind, event: Event, text: str) -> None:
-        at = self._clock.at(event)
-        self.found.append(Mark(kind=kind, at=at, step=self._step, world_size=self._size, text=text))
-
-
-def _point(event: StepsCompleted, clock: _Clock) -> Point:
+def _point(event: StepsCompleted, clock: Clock) -> Point:
     metrics = {str(name): finite(value) for name, value in (event.metrics or {}).items()}
     at, session = clock.at(event), clock.session(event)
     return Point(
@@ -289,7 +186,7 @@ def _point(event: StepsCompleted, clock: _Clock) -> Point:
     )
 
 
-def _measurement(event: PhasesMeasured, clock: _Clock) -> Measurement:
+def _measurement(event: PhasesMeasured, clock: Clock) -> Measurement:
     counts = event.micro_batches or [1] * len(event.work_s)
     work_s = [seconds / count for seconds, count in zip(event.work_s, counts, strict=False) if seconds and count]
     work_s = work_s if len(work_s) == len(event.work_s) > 1 else []
@@ -330,11 +227,7 @@ def _merged(measurements: list[Measurement]) -> list[Measurement]:
     return merged
 
 
-def _save(event: CommitSucceeded | CommitFailed, clock: _Clock) -> Save:
+def _save(event: CommitSucceeded | CommitFailed, clock: Clock) -> Save:
     if isinstance(event, CommitFailed):
-        return Save(at=clock.at(event), step=event.step, seconds=event.seconds, error=_first_line(event.error))
+        return Save(at=clock.at(event), step=event.step, seconds=event.seconds, error=first_line(event.error))
     return Save(at=clock.at(event), step=event.step, seconds=event.seconds, num_bytes=event.num_bytes)
-
-
-def _first_line(text: str) -> str:
-    return text.strip().split("\n")[0][:200]

@@ -14,10 +14,11 @@ from elastic_ddp.errors import ConfigError, printable
 from elastic_ddp.report.charts import charts
 from elastic_ddp.report.figure import RUN_COLORS, Chart
 from elastic_ddp.report.history import History
-from elastic_ddp.report.words import duration, headline
+from elastic_ddp.report.words import clock_time, counted, duration, headline
 
 _MAX_MARKS, _MANY_MARKS = 200, 30
 """Events in the table; and from how many on it is folded."""
+_MAX_NODES, _MAX_METRICS = 8, 20
 
 
 def render_page(histories: Sequence[History]) -> str:
@@ -34,6 +35,7 @@ def render_page(histories: Sequence[History]) -> str:
     title = " and ".join(history.label for history in histories[:3])
     body = [
         _header(histories),
+        _summary(histories),
         *(_section(number, chart) for number, chart in enumerate(figures)),
         _scaling(histories),
         _events(histories),
@@ -91,10 +93,50 @@ def _header(histories: Sequence[History]) -> str:
         level = "h1" if len(histories) == 1 else "h2"
         lines.append(f"<{level}>{dot if len(histories) > 1 else ''}{_text(history.label)}</{level}>")
         lines.append(f'<p class="headline">{_text(headline(history.summary))}</p>')
+        lines.append(f"<p>{_text(_when_and_where(history))}</p>" if history.began else "")
         if (error := history.summary["error"]) is not None:
             lines.append(f"<pre>{_text(error)}</pre>")
     heading = "" if len(histories) == 1 else f"<h1>{len(histories)} runs</h1>"
     return f"<header>{heading}{''.join(lines)}</header>"
+
+
+def _when_and_where(history: History) -> str:
+    """Start, end and nodes of a run."""
+    began, ended = clock_time(history.began), clock_time(history.ended)
+    nodes = ", ".join(history.nodes[:_MAX_NODES]) + (", …" if len(history.nodes) > _MAX_NODES else "")
+    where = f"; {counted(len(history.nodes), 'node')}: {nodes}" if nodes else ""
+    return f"{began} to {ended}{where}"
+
+
+def _summary(histories: Sequence[History]) -> str:
+    """The outcome of each run, with a column for each: a phone shows two."""
+    metrics = list(dict.fromkeys(name for history in histories for name in history.summary["metrics"] or {}))
+    columns = [_outcome(history.summary, metrics[:_MAX_METRICS]) for history in histories]
+    rows = [[name, *(column[name] for column in columns)] for name in columns[0]]
+    headings = ["", *(history.label for history in histories)]
+    table = _table(headings if len(histories) > 1 else [], rows, kind="summary")
+    return f'<div class="wide">{table}</div>'
+
+
+def _outcome(summary: Mapping[str, Any], metrics: Sequence[str]) -> dict[str, Any]:
+    """The rows of the summary for one run."""
+    values = summary["metrics"] or {}
+    steps, total, share = summary["steps"] or 0, summary["total_steps"], summary["goodput"]["goodput"]
+    return {
+        "status": "running or unfinished" if summary["status"] == "unfinished" else summary["status"],
+        "steps": f"{steps:,}" + (f" of {total:,}" if total not in (None, steps) else ""),
+        "final loss": _number(summary["loss"]["last"]),
+        **{name: _number(values.get(name)) for name in metrics},
+        "samples/s": _number(summary["samples_per_second"]),
+        "time": duration(summary["wall_seconds"]),
+        "goodput": None if share is None else f"{share:.1%}",
+        "commits": f"{summary['commits']:,}",
+        "weights (SHA-256)": (summary["weights_sha256"] or "")[:12],
+    }
+
+
+def _number(value: Any) -> str:
+    return f"{value:,.5g}" if isinstance(value, int | float) else str(value or "")
 
 
 def _section(number: int, chart: Chart) -> str:
@@ -130,20 +172,26 @@ def _scaling(histories: Sequence[History]) -> str:
 
 
 def _events(histories: Sequence[History]) -> str:
-    parts = []
-    for history in histories:
-        rows = [
-            [duration(mark.at), "" if mark.step is None else f"{mark.step:,}", mark.text]
-            for mark in history.marks[:_MAX_MARKS]
-        ]
-        if rows:
-            more = len(history.marks) - len(rows)
-            table = _table(["time", "step", "event"], rows, kind="events")
-            table += f"<p>and {more:,} more</p>" if more else ""
-            if len(rows) > _MANY_MARKS:
-                table = f"<details><summary>{len(history.marks):,} events</summary>{table}</details>"
-            parts.append(_titled(history, histories, table))
-    return f"<section><h2>Events</h2>{''.join(parts)}</section>" if parts else ""
+    zones = list(dict.fromkeys(clock_time(history.began, "%Z") for history in histories if history.began))
+    parts = [_titled(history, histories, _events_of(history, "/".join(zones))) for history in histories]
+    return f"<section><h2>Events</h2>{''.join(parts)}</section>"
+
+
+def _events_of(history: History, zone: str) -> str:
+    if not history.marks:
+        return "<p>No worker joined, failed or left.</p>"
+    is_one_day = clock_time(history.began, "%j") == clock_time(history.ended, "%j")
+    form = "%H:%M:%S" if is_one_day else "%m-%d %H:%M:%S"
+    rows = [
+        [clock_time(mark.time, form), duration(mark.at), "" if mark.step is None else f"{mark.step:,}", mark.text]
+        for mark in history.marks[:_MAX_MARKS]
+    ]
+    more = len(history.marks) - len(rows)
+    table = _table([f"clock ({zone})", "in the run", "step", "event"], rows, kind="events")
+    table += f"<p>and {more:,} more</p>" if more else ""
+    if len(rows) > _MANY_MARKS:
+        table = f"<details><summary>{len(history.marks):,} events</summary>{table}</details>"
+    return table
 
 
 def _configuration(histories: Sequence[History]) -> str:

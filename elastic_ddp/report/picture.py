@@ -13,18 +13,19 @@ from elastic_ddp.report.timeline import MARKS
 from elastic_ddp.report.words import headline
 
 _WIDTH, _LEFT, _RIGHT = 800, 56, 12
-_PANELS = {"workers": (46, 116), "training loss": (136, 354)}
+_PANELS = {"workers": (90, 160), "training loss": (180, 398)}
 """Top and bottom of each panel."""
-_HEIGHT = 400
+_HEIGHT = 444
+_MAX_CHARACTERS = 118
 _STYLE = (
     "svg{font:12px system-ui,sans-serif}text{fill:#6e7781}.grid{stroke:#80808050;fill:none}"
-    ".line{stroke:#3b82d0;fill:none;stroke-width:1.6}.area{fill:#3b82d0;opacity:.15}"
+    ".title{font-weight:600}.line{stroke:#3b82d0;fill:none;stroke-width:1.6}.area{fill:#3b82d0;opacity:.15}"
 )
 """Colors that can be read on a white and on a black page."""
 
 
 def draw(history: History) -> str:
-    """Returns the picture as SVG: the workers above the training loss, and a line for each worker lost or drained."""
+    """Returns the picture as SVG: the workers above the training loss, and what happened to the run."""
     size, unit = time_unit([history])
     losses = thin([point for point in history.points if point.loss is not None], loss_of)
     values = [point.loss for point in losses if point.loss is not None]
@@ -36,12 +37,14 @@ def draw(history: History) -> str:
     workers = _Scale(0, 1.15 * most, *_PANELS["workers"][::-1])
     low, high = (min(values), max(values)) if values else (0.0, 1.0)
     loss = _Scale(low - 0.05 * (high - low or 1), high + 0.05 * (high - low or 1), *_PANELS["training loss"][::-1])
-    title = _text(f"{history.label}: {headline(history.summary)}")
+    what = headline(history.summary)
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH}" height="{_HEIGHT}"',
         f'viewBox="0 0 {_WIDTH} {_HEIGHT}">',
-        f"<title>{title}</title>",
+        f"<title>{_text(f'{history.label}: {what}')}</title>",
         f"<style>{_STYLE}</style>",
+        f'<text class="title" x="{_LEFT}" y="16">{_text(_shortened(history.label))}</text>',
+        f'<text x="{_LEFT}" y="33">{_text(_shortened(what))}</text>',
         *_grid(workers, [count for count in range(most + 1) if count % max(1, most // 3) == 0], "workers"),
         *_grid(loss, _ticks(loss.low, loss.high), "training loss"),
         *_time_axis(x, size, unit),
@@ -49,7 +52,7 @@ def draw(history: History) -> str:
     ]
     for line in _runs([None if point is None else (x(point.at), loss(point.loss or 0.0)) for point in broken(losses)]):
         parts.append(f'<polyline class="line" points="{_points(line)}"/>')
-    return "\n".join([*parts, *_marks(history, x), "</svg>\n"])
+    return "\n".join([*parts, *_marks(history, x, workers), "</svg>\n"])
 
 
 class _Scale:
@@ -93,21 +96,26 @@ def _steps(history: History, x: _Scale, y: _Scale) -> Iterator[str]:
         yield f'<polyline class="line" points="{_points(corners)}"/>'
 
 
-def _marks(history: History, x: _Scale) -> Iterator[str]:
-    """A line for each change, except joins, with its name in one of two rows where there is room."""
+def _marks(history: History, x: _Scale, y: _Scale) -> Iterator[str]:
+    """A line for each change, and a triangle for workers that join, with its name in one of two rows if it fits."""
     free_from = [0.0, 0.0]
     for mark in history.marks:
-        if mark.kind in ("joined", "left"):
+        if mark.kind == "left":
             continue
-        name, _, color = MARKS[mark.kind]
+        name, _, _, color = MARKS[mark.kind]
+        name = name.removeprefix("worker ")
         place, width = x(mark.at), 7 * len(name)
-        yield f'<path d="M{place} 34V{_PANELS["training loss"][1]}" stroke="{color}" stroke-dasharray="3 3"/>'
+        if mark.kind == "joined":
+            yield f'<path d="M{place - 5} {y(mark.world_size) + 5}h10l-5 -9z" fill="{color}"/>'
+        else:
+            bottom = _PANELS["training loss"][1]
+            yield f'<path d="M{place} 78V{bottom}" stroke="{color}" stroke-dasharray="3 3"/>'
         begin = place if place + width < _WIDTH else place - width
         for row, free in enumerate(free_from):
             if begin >= free:
                 free_from[row] = begin + width + 8
                 anchor = "start" if begin == place else "end"
-                yield f'<text x="{place}" y="{30 - 14 * row}" text-anchor="{anchor}" style="fill:{color}">{name}</text>'
+                yield f'<text x="{place}" y="{74 - 14 * row}" text-anchor="{anchor}" style="fill:{color}">{name}</text>'
                 break
 
 
@@ -133,6 +141,10 @@ def _runs(points: Sequence[tuple[float, float] | None]) -> Iterator[list[tuple[f
 
 def _points(points: Sequence[tuple[float, float]]) -> str:
     return " ".join(f"{x:g},{y:g}" for x, y in points)
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= _MAX_CHARACTERS else f"{text[: _MAX_CHARACTERS - 1]}…"
 
 
 def _text(text: str) -> str:

@@ -20,19 +20,25 @@ from elastic_ddp.report.figure import (
     time_panels,
     time_unit,
 )
-from elastic_ddp.report.history import History, Kind, throughput
+from elastic_ddp.report.history import History, throughput
+from elastic_ddp.report.marks import Kind
 from elastic_ddp.report.words import duration
 
-MARKS: dict[Kind, tuple[str, str, str]] = {
-    "joined": ("worker joined", "triangle-up", "#2a9d6e"),
-    "lost": ("worker lost", "x", "#d62728"),
-    "drained": ("worker drained", "triangle-down", "#e08214"),
-    "left": ("worker left (resize)", "triangle-down-open", "#7a7a7a"),
-    "resumed": ("resumed", "star-diamond", "#a05cc4"),
-    "hang": ("hang", "hexagram", "#d62728"),
-    "failed": ("run failed", "octagon", "#d62728"),
+MARKS: dict[Kind, tuple[str, str, str, str]] = {
+    "joined": ("worker joined", "triangle-up", "▲", "#2a9d6e"),
+    "failed": ("worker failed", "x", "✖", "#d62728"),
+    "drained": ("worker drained", "triangle-down", "▼", "#e08214"),
+    "left": ("worker left (resize)", "triangle-down-open", "▽", "#7a7a7a"),
+    "stopped": ("stopped", "square", "■", "#7a7a7a"),
+    "run failed": ("run failed", "hexagon", "⬢", "#d62728"),
+    "driver died": ("driver died", "cross", "✚", "#d62728"),
+    "resumed": ("resumed", "diamond", "◆", "#a05cc4"),
+    "hang": ("hang", "star", "★", "#d62728"),
 }
-"""Name, symbol and color of each kind of mark."""
+"""Name, symbol, the symbol as a character, and color of each kind of mark."""
+_START_UP_COLOR = "rgba(128,128,128,0.15)"
+_NAMED_SHARE = 0.15
+"""Share of the time from which on a start-up has its name in the chart."""
 
 
 def timeline(histories: Sequence[History]) -> Chart | None:
@@ -78,10 +84,20 @@ def timeline(histories: Sequence[History]) -> Chart | None:
     layout["yaxis"] |= {"range": [-0.12 * max(highest, 1), 1.25 * max(highest, 1)], "dtick": max(1, highest // 4)}
     if "samples/s" in titles:
         layout[layout_axis(titles.index("samples/s"))]["rangemode"] = "tozero"
-    layout["shapes"] = _lines(histories[0], size) if len(histories) == 1 else []
-    symbols = "Symbols: × worker lost, ▲ joined, ▼ drained, ✦ resumed, | commit. " if len(histories) > 1 else ""
-    paused = any(history.summary["sessions"] > 1 for history in histories)
-    caption = symbols + ("The time between the sessions of a run is left out." if paused else "")
+    captions = []
+    if len(histories) == 1:
+        layout["shapes"] = [*_lines(histories[0], size), *_shades(histories[0], size)]
+        layout["annotations"] += _start_up_names(histories[0], size)
+        captions.append("Gray: start-up, until workers train.")
+    else:
+        kinds = {mark.kind for history in histories for mark in history.marks}
+        symbols = [f"{character}\N{NO-BREAK SPACE}{name}" for kind, (name, _, character, _) in MARKS.items() if kind in kinds]
+        symbols += ["|\N{NO-BREAK SPACE}commit"] if any(history.saves for history in histories) else []
+        captions += [f"Symbols: {', '.join(symbols)}."] if symbols else []
+        captions.append("Before its first workers, each run starts up.")
+    if any(history.summary["sessions"] > 1 for history in histories):
+        captions.append("The time between the sessions of a run is left out.")
+    caption = " ".join(captions)
     return Chart(title="What happened", caption=caption, data=data, layout=layout)
 
 
@@ -89,7 +105,7 @@ def _marks(history: History, index: int, size: float, num_runs: int) -> list[dic
     """The changes of a run and its commits, as symbols on its world size."""
     color = RUN_COLORS[index % len(RUN_COLORS)]
     traces = []
-    for kind, (name, symbol, own) in MARKS.items():
+    for kind, (name, symbol, _, own) in MARKS.items():
         if marks := [mark for mark in history.marks if mark.kind == kind]:
             traces.append(
                 {
@@ -123,7 +139,7 @@ def _marks(history: History, index: int, size: float, num_runs: int) -> list[dic
 
 
 def _lines(history: History, size: float) -> list[dict[str, Any]]:
-    """Lines through all panels where workers were lost or drained, and where the run resumed."""
+    """Lines through all panels where workers failed or drained, and where a session ended or began."""
     return [
         {
             "type": "line",
@@ -133,8 +149,42 @@ def _lines(history: History, size: float) -> list[dict[str, Any]]:
             "y1": 1,
             "x0": mark.at / size,
             "x1": mark.at / size,
-            "line": {"color": MARKS[mark.kind][2], "width": 1, "dash": "dot"},
+            "line": {"color": MARKS[mark.kind][3], "width": 1, "dash": "dot"},
         }
         for mark in history.marks[:200]
         if mark.kind not in ("joined", "left")
+    ]
+
+
+def _shades(history: History, size: float) -> list[dict[str, Any]]:
+    """A gray area through all panels for each start-up."""
+    return [
+        {
+            "type": "rect",
+            "layer": "below",
+            "yref": "paper",
+            "y0": 0,
+            "y1": 1,
+            "x0": begin / size,
+            "x1": end / size,
+            "line": {"width": 0},
+            "fillcolor": _START_UP_COLOR,
+        }
+        for begin, end in history.start_ups[:200]
+    ]
+
+
+def _start_up_names(history: History, size: float) -> list[dict[str, Any]]:
+    """The word in the first panel, where there is room for it."""
+    return [
+        {
+            "text": "start-up",
+            "x": (begin + end) / 2 / size,
+            "y": 1,
+            "yref": "y",
+            "yanchor": "middle",
+            "showarrow": False,
+        }
+        for begin, end in history.start_ups
+        if end - begin > _NAMED_SHARE * history.seconds
     ]

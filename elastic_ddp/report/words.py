@@ -1,9 +1,10 @@
-"""Durations, sizes and the sentence that says what happened to a run."""
+"""Durations, times, sizes and the sentence that says what happened to a run."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from datetime import datetime
 from typing import Any
 
 _UNITS = ((86_400, "d"), (3_600, "h"), (60, "min"), (1, "s"))
@@ -34,14 +35,19 @@ def num_bytes(count: float) -> str:
     return f"{scaled:,.0f} {unit}" if power == 0 or scaled >= 100 else f"{scaled:.2g} {unit}"
 
 
+def clock_time(unix_s: float, form: str = "%Y-%m-%d %H:%M:%S %Z") -> str:
+    """Returns a Unix time in this machine's time zone, such as "2026-11-27 10:54:37 UTC"."""
+    return datetime.fromtimestamp(unix_s).astimezone().strftime(form)
+
+
 def headline(summary: Mapping[str, Any]) -> str:
     """Returns what happened to a run, in one sentence."""
     sizes = [row["world_size"] for row in summary["generations"]]
     parts = [f"{_progress(summary)} in {duration(summary['wall_seconds'])}{_workers(sizes)}"]
     lost, drained = summary["workers_lost"], summary["workers_drained"]
-    changes = [f"{counted(lost, 'worker')} lost"] if lost else []
+    changes = [f"{counted(lost, 'worker')} failed"] if lost else []
     changes += [f"{drained:,} drained" if lost else f"{counted(drained, 'worker')} drained"] if drained else []
-    parts.append(", ".join(changes) or "no worker lost or drained")
+    parts.append(", ".join(changes) or "no worker failed or drained")
     if (resumes := summary["sessions"] - 1) > 0:
         parts.append("resumed once" if resumes == 1 else f"resumed {resumes:,} times")
     if (share := summary["goodput"]["goodput"]) is not None:

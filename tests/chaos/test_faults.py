@@ -94,14 +94,14 @@ def test_a_sample_of_faults_in_one_run_makes_no_difference(folder: Path, calm: M
 
 def check_report(history: History, summary: Mapping[str, Any]) -> None:
     """Checks that the report of the run says what happened."""
-    marked = {kind: [mark for mark in history.marks if mark.kind == kind] for kind in ("lost", "drained", "joined")}
-    lost = sum(int(mark.text.partition(" ")[0]) for mark in marked["lost"])
-    assert lost == summary["workers_lost"] >= 4 and len(marked["drained"]) == 1 and len(marked["joined"]) >= 3
+    marked = {kind: [mark for mark in history.marks if mark.kind == kind] for kind in ("failed", "drained", "joined")}
+    failed = sum(mark.num_workers for mark in marked["failed"])
+    assert failed == summary["workers_lost"] >= 4 and len(marked["drained"]) == 1 and len(marked["joined"]) >= 3
     times = [mark.at for mark in history.marks]
     assert times == sorted(times) and times[-1] <= history.seconds
     assert max(size for _, size in history.sizes) == 3 and history.points[-1].step == STEPS
     assert {"What happened", "Stalls", "Commits"} <= {chart.title for chart in charts([history])}
-    assert draw(history).count(">worker lost<") >= 1
+    assert draw(history).count(">failed<") >= 1
 
 
 @pytest.mark.chaos

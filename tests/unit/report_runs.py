@@ -45,7 +45,7 @@ class Recorder:
         """A generation forms with these workers, and its first step takes 1 s."""
         self._generation, self._members = self._generation + 1, members
         generation = {"generation": self._generation, "world_size": len(members), "reason": reason}
-        told = [{"rank": rank, "node": "n1", "pid": MEMBERS[name]} for rank, name in enumerate(members)]
+        told = [{"rank": rank, "node": "n1", "pid": MEMBERS[name], "id": name} for rank, name in enumerate(members)]
         self.record("rendezvous", first_step=self._step, members=told, **generation)
         self._account = {"rendezvous": 0.1, "hand_over": 0.2, "useful": 0.0}
         self._at += 0.3

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -39,26 +40,27 @@ def of(histories: Sequence[History], title: str) -> Any:
 
 def test_the_headline_says_what_happened() -> None:
     assert headline(read_history(eventful()).summary) == (
-        "Finished 480 steps in 2 min 8 s on 2 to 3 workers; 2 workers lost, 1 drained; resumed once; goodput 87.1%."
+        "Finished 480 steps in 2 min 8 s on 2 to 3 workers; 2 workers failed, 1 drained; resumed once; goodput 87.1%."
     )
-    undisturbed = "Finished 480 steps in 2 min 32 s on 2 workers; no worker lost or drained; goodput 95.2%."
+    undisturbed = "Finished 480 steps in 2 min 32 s on 2 workers; no worker failed or drained; goodput 95.2%."
     assert headline(read_history(calm()).summary) == undisturbed
     stopped = read_history([event for event in eventful() if event.session == "s1"]).summary
     assert headline(stopped).startswith("Stopped after 345 of 480 steps in 1 min 33 s")
     assert headline(stopped | {"status": "running", "total_steps": None}).startswith("Running, with 345 steps")
-    nothing = "Running or unfinished, with 0 steps in 0 s; no worker lost or drained."
+    nothing = "Running or unfinished, with 0 steps in 0 s; no worker failed or drained."
     assert headline(read_history([]).summary) == nothing
 
 
 def test_marks_are_what_changed_the_run_in_order() -> None:
     marks = read_history(eventful()).marks
     assert [(mark.kind, mark.step, mark.text) for mark in marks] == [
-        ("lost", 120, "1 worker lost: its process ended: exit signal SIGKILL"),
-        ("joined", 160, "1 worker joined: 3 train now"),
-        ("lost", 240, "1 worker lost: its process ended: exit signal SIGKILL"),
-        ("joined", 290, "1 worker joined: 3 train now"),
-        ("drained", 330, "1 worker drained: its node or process was to stop"),
-        ("resumed", 345, "resumed from step 345, 1 h after the session before"),
+        ("failed", 120, "rank 1 (n1, pid 12) failed: its process ended: exit signal SIGKILL"),
+        ("joined", 160, "rank 2 (n1, pid 14) joined: 3 train now"),
+        ("failed", 240, "rank 0 (n1, pid 11) failed: its process ended: exit signal SIGKILL"),
+        ("joined", 290, "rank 2 (n1, pid 15) joined: 3 train now"),
+        ("drained", 330, "rank 1 (n1, pid 14) drained: its node or process was to stop"),
+        ("stopped", 345, "the run was stopped"),
+        ("resumed", 345, "resumed from step 345: the driver started 1 h after the session before"),
     ]
 
 
@@ -73,8 +75,20 @@ def test_workers_that_fail_together_are_one_mark() -> None:
     run.record("hang", generation=1, seconds=600.0, places={}, culprits=[])
     run.record("failed", error="boom\nand more")
     texts = [mark.text for mark in read_history(run.events).marks]
-    assert texts[0].startswith("2 workers lost: ")
+    assert texts[0].startswith("rank 0 (n1, pid 11) and rank 1 (n1, pid 12) failed: ")
     assert texts[1:] == ["hang: no worker made progress for 10 min", "the run failed: boom"]
+
+
+def test_a_session_ends_at_its_mark_and_the_next_one_resumes_where_training_starts() -> None:
+    history = read_history(eventful())
+    *_, stopped, resumed = history.marks
+    (_, began), (paused, trained) = history.start_ups
+    assert (stopped.at, stopped.world_size, resumed.at, resumed.world_size) == (paused, 2, trained, 3)
+    assert began == pytest.approx(6.0) and trained - paused == pytest.approx(6.0)
+    killed = [
+        event for event in eventful() if event.session == "s2" or event.event not in ("finished", "session_ended")
+    ]
+    assert [mark.kind for mark in read_history(killed).marks[-2:]] == ["driver died", "resumed"]
 
 
 def test_the_time_between_sessions_is_left_out() -> None:
@@ -131,13 +145,22 @@ def test_charts_show_what_the_ledger_has() -> None:
 def test_the_timeline_marks_each_join_loss_drain_and_commit() -> None:
     timeline = of([read_history(eventful())], "What happened")
     symbols = {trace["name"]: len(trace["x"]) for trace in timeline.data if trace["mode"] == "markers"}
-    assert symbols == {"worker joined": 2, "worker lost": 2, "worker drained": 1, "resumed": 1, "commit": 12}
-    assert len(timeline.layout["shapes"]) == 4, "lines through all panels"
+    assert symbols == {
+        "worker joined": 2, "worker failed": 2, "worker drained": 1, "stopped": 1, "resumed": 1, "commit": 12
+    }  # fmt: skip
+    kinds = [shape["type"] for shape in timeline.layout["shapes"]]
+    assert kinds == ["line"] * 5 + ["rect"] * 2, "changes, and the start-up of each session"
+    both = of([read_history(eventful()), read_history(calm())], "What happened").caption
+    for symbol in ("▲ worker joined", "✖ worker failed", "▼ worker drained", "■ stopped", "◆ resumed", "| commit"):
+        assert symbol.replace(" ", "\N{NO-BREAK SPACE}", 1) in both
 
 
 def test_phases_stack_up_to_a_step_and_name_the_slowest_rank() -> None:
     phases = of([read_history(eventful())], "Phases of a step")
-    stacked = [trace for trace in phases.data if "stackgroup" in trace]
+    areas = [trace for trace in phases.data if "stackgroup" in trace]
+    stacked = [trace for trace in areas if trace["stackgroup"] == areas[0]["stackgroup"]]
+    assert len(areas) == 2 * len(stacked), "each session has its own, with a gap between them"
+    assert [trace["name"] for trace in areas if trace["showlegend"]] == [trace["name"] for trace in stacked]
     assert [trace["name"] for trace in stacked] == [
         "data",
         "forward",
@@ -179,9 +202,38 @@ def test_goodput_stalls_and_commits_have_their_cost() -> None:
     (parts,) = of([history], "Goodput: where the time went").data
     assert parts["y"][0] == "useful" and parts["text"][0] == "87.1 % · 1 min 52 s"
     stalls = of([history], "Stalls")
-    assert stalls.layout["yaxis"]["ticktext"][0] == "step 120, worker failed"
-    assert {trace["name"]: trace["x"][0] for trace in stalls.data}["detection"] == pytest.approx(0.2)
+    assert stalls.layout["yaxis"]["ticktext"][0] == "step 120, failed"
+    parts = {trace["name"]: trace["x"][0] for trace in stalls.data}
+    assert parts["detection"] == pytest.approx(0.2)
+    assert parts["first step, beyond a usual one"] == pytest.approx(0.8), "it takes 1 s, and a usual one 0.2 s"
+    assert "median 1.1 s until training went on. A usual step takes 0.2 s." in stalls.caption
     assert of([history], "Commits").caption.startswith("12 commits of 3 MiB, each durable in 0.13 s (median).")
+
+
+def test_a_metric_with_one_value_is_in_the_table_only(plotly: None) -> None:
+    run = Recorder("lm")
+    run.start()
+    run.form("ab", "start")
+    run.train(36)
+    run.record("evaluation", step=36, name="test_loss", loss=2.125)
+    history = read_history(run.events)
+    metrics = {note["text"] for note in of([history], "Loss and metrics").layout["annotations"]}
+    assert metrics == {"loss", "grad_norm"}
+    assert "<td>test_loss</td><td>2.125</td>" in render_page([history])
+
+
+def test_the_page_says_when_and_where_each_run_trained_and_how_it_ended(
+    plotly: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TZ", "UTC")
+    time.tzset()
+    histories = [read_history(eventful()), read_history(calm())]
+    page = render_page(histories)
+    assert "1970-01-12 13:46:40 UTC to 1970-01-12 14:48:48 UTC; 1 node: n1" in page
+    assert "<tr><td>commits</td><td>12</td><td>12</td></tr>" in page
+    assert "<tr><td>13:47:11</td><td>31 s</td><td>120</td><td>rank 1 (n1, pid 12) failed: " in page
+    assert "<h3>calm</h3><p>No worker joined, failed or left.</p>" in page
+    assert [chart.title for chart in charts(histories) if "Stalls" in chart.title] == ["Stalls of lm"]
 
 
 def test_values_that_are_not_numbers_leave_a_gap() -> None:
@@ -249,8 +301,9 @@ def test_the_picture_shows_workers_loss_and_what_happened() -> None:
     root = ElementTree.fromstring(picture)
     words = [element.text for element in root.iter("{http://www.w3.org/2000/svg}text")]
     assert {"workers", "training loss", "time in the run (s)"} <= set(words)
-    assert [word for word in words if word in ("worker lost", "worker drained", "resumed")] == [
-        "worker lost", "worker lost", "worker drained", "resumed",
+    assert {"lm", headline(read_history(eventful()).summary)} <= set(words), "its title"
+    assert [word for word in words if word in ("failed", "joined", "drained", "stopped", "resumed")] == [
+        "failed", "joined", "failed", "joined", "drained", "stopped", "resumed",
     ]  # fmt: skip
     for events in ([], evil_run(), calm()):
         ElementTree.fromstring(draw(read_history(events)))
@@ -273,7 +326,7 @@ def test_the_command_writes_a_page_or_a_picture(plotly: None, tmp_path: Path) ->
     runs = [write_run(tmp_path / name, eventful()) for name in ("a", "b")]
     page, picture = tmp_path / "report.html", tmp_path / "run.svg"
     assert f"written to {page}" in invoke("report", *runs, "-o", str(page)).output
-    assert "2 workers lost, 1 drained; resumed once" in page.read_text()
+    assert "2 workers failed, 1 drained; resumed once" in page.read_text()
     assert "<h2><span class" in page.read_text() and runs[1] in page.read_text(), "named by their folders"
     invoke("report", runs[0], "-o", str(picture))
     assert picture.read_text().startswith("<svg")

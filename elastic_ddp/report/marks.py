@@ -1,0 +1,193 @@
+"""The marks of a run: each change that a reader looks for, from the events of its ledger."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from elastic_ddp.report.words import counted, duration
+from elastic_ddp.telemetry.event import Event
+from elastic_ddp.telemetry.events import (
+    GenerationFormed,
+    HangDetected,
+    RunFailed,
+    RunFinished,
+    SessionStarted,
+    StepsCompleted,
+    WorkerFailed,
+    WorkerLeft,
+)
+from elastic_ddp.telemetry.sessions import Session, moment
+
+Kind = Literal["joined", "failed", "drained", "left", "stopped", "run failed", "driver died", "resumed", "hang"]
+_MAX_NAMED = 3
+"""Of more workers, a mark tells the number only."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mark:
+    """A change of a run that a reader looks for."""
+
+    kind: Kind
+    at: float
+    time: float
+    """Unix time."""
+    step: int | None
+    """Steps done; None before the first generation."""
+    world_size: int
+    """Number of workers before it; after it if it adds workers."""
+    text: str
+    num_workers: int = 0
+    """How many joined, failed or left."""
+
+
+class Clock:
+    """Converts times of events to seconds since the run began, without the time between sessions."""
+
+    def __init__(self, sessions: list[Session]) -> None:
+        self.sessions = sessions
+        self._numbers = {session.name: number for number, session in enumerate(sessions)}
+        self._offsets = [sum(session.length_s for session in sessions[:number]) for number in range(len(sessions))]
+
+    def session(self, event: Event) -> int:
+        return self._numbers[event.session]
+
+    def begin(self, number: int) -> float:
+        """When a session began."""
+        return self._offsets[number]
+
+    def at(self, event: Event) -> float:
+        number = self._numbers[event.session]
+        session = self.sessions[number]
+        return self._offsets[number] + min(max(0.0, moment(event) - session.began_at), session.length_s)
+
+    def pause_s(self, number: int) -> float:
+        """Returns the seconds between a session and the one before it."""
+        before, session = self.sessions[number - 1], self.sessions[number]
+        return max(0.0, session.began_at - before.began_at - before.length_s)
+
+
+def find_marks(events: list[Event], clock: Clock) -> list[Mark]:
+    """Returns what changed the run, in order. Workers that join, fail or leave together are one mark."""
+    marks = _Marks(clock)
+    for event in events:
+        marks.take(event)
+    return marks.found
+
+
+class _Marks:
+    """Finds the marks of a run, event by event."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.found: list[Mark] = []
+        self._clock = clock
+        self._step: int | None = None
+        self._size = 0
+        self._members: set[tuple[Any, Any]] = set()
+        """Node and process id of each member of the generation."""
+        self._names: dict[str, str] = {}
+        """Rank, node and process id of each worker, by its id, in the newest generation that it was in."""
+        self._since_formed = 0
+        """Number of marks before the generation formed."""
+        self._gone: dict[tuple[str, int, Kind], dict[str, str | None]] = {}
+        """Ids and names of workers that failed or left, by session, generation and mark."""
+        self._last: Event | None = None
+        self._has_end = False
+        """Whether the session reported its end."""
+        self._resumed: str | None = None
+        """What the mark of a resumed session says; None after its first generation has formed."""
+
+    def take(self, event: Event) -> None:
+        """Takes the next event."""
+        match event:
+            case SessionStarted():
+                self._begin(event)
+            case GenerationFormed():
+                self._form(event)
+            case StepsCompleted():
+                self._step = event.step
+            case WorkerFailed(member=str(member)):
+                self._remove("failed", event, member, event.error)
+            case WorkerLeft():
+                kind: Kind = "drained" if event.kind == "drain" else "left"
+                why = "its node or process was to stop" if kind == "drained" else "the run was resized"
+                self._remove(kind, event, event.member or str(event.seq), why)
+            case HangDetected():
+                self._add("hang", event, f"hang: no worker made progress for {duration(event.seconds)}")
+            case RunFailed():
+                self._add("run failed", event, f"the run failed: {first_line(event.error)}")
+            case RunFinished():
+                self._has_end = True
+                if event.status == "stopped":
+                    self._step = self._step if event.steps is None else event.steps
+                    self._add("stopped", event, "the run was stopped")
+        self._last = event
+
+    def _begin(self, event: SessionStarted) -> None:
+        if self._last is not None and not self._has_end:
+            self._add("driver died", self._last, "the driver died: no event tells how its session ended")
+        self._step = event.resumed_from_step or self._step
+        self._size, self._members, self._has_end, self._resumed = 0, set(), False, None
+        if number := self._clock.session(event):
+            where = "the start" if event.resumed_from_step is None else f"step {event.resumed_from_step:,}"
+            pause = duration(self._clock.pause_s(number))
+            self._resumed = f"resumed from {where}: the driver started {pause} after the session before"
+        self._since_formed = len(self.found)
+
+    def _form(self, event: GenerationFormed) -> None:
+        names = {(member.get("node"), member.get("pid")): _name(member) for member in event.members}
+        self._names |= {str(member["id"]): _name(member) for member in event.members if "id" in member}
+        joined = [name for place, name in names.items() if place not in self._members] if self._members else []
+        self._size, self._members = event.world_size, set(names)
+        if event.first_step is not None:
+            self._step = event.first_step
+            # Steps are logged now and then only; the next generation starts at the step where the workers left.
+            changed = self.found[self._since_formed :]
+            self.found[self._since_formed :] = [replace(mark, step=event.first_step) for mark in changed]
+        if self._resumed is not None:
+            self._add("resumed", event, self._resumed)
+            self._resumed = None
+        if joined:
+            self._add("joined", event, f"{_named(joined)} joined: {self._size:,} train now", len(joined))
+        self._since_formed = len(self.found)
+
+    def _remove(self, kind: Kind, event: WorkerFailed | WorkerLeft, member: str, why: str) -> None:
+        gone = self._gone.setdefault((event.session, event.generation, kind), {})
+        is_first = not gone
+        gone[member] = self._names.get(member)
+        text = f"{_named(list(gone.values()))} {kind}: {first_line(why)}"
+        if is_first:
+            self._add(kind, event, text, 1)
+        else:
+            index = next(at for at in reversed(range(len(self.found))) if self.found[at].kind == kind)
+            self.found[index] = replace(self.found[index], text=text, num_workers=len(gone))
+
+    def _add(self, kind: Kind, event: Event, text: str, num_workers: int = 0) -> None:
+        self.found.append(
+            Mark(
+                kind=kind,
+                at=self._clock.at(event),
+                time=moment(event),
+                step=self._step,
+                world_size=self._size,
+                text=text,
+                num_workers=num_workers,
+            )
+        )
+
+
+def _name(member: dict[str, Any]) -> str:
+    return f"rank {member.get('rank')} ({member.get('node')}, pid {member.get('pid')})"
+
+
+def _named(names: Sequence[str | None]) -> str:
+    """Returns "rank 1 (10.0.0.5, pid 123)" for few workers, and the number of many."""
+    known = [name for name in names if name is not None]
+    if len(known) < len(names) or len(names) > _MAX_NAMED:
+        return counted(len(names), "worker")
+    return " and ".join(filter(None, [", ".join(known[:-1]), known[-1]]))
+
+
+def first_line(text: str) -> str:
+    return text.strip().split("\n")[0][:200]
