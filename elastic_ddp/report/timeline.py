@@ -91,7 +91,9 @@ def timeline(histories: Sequence[History]) -> Chart | None:
         captions.append("Gray: start-up, until workers train.")
     else:
         kinds = {mark.kind for history in histories for mark in history.marks}
-        symbols = [f"{character}\N{NO-BREAK SPACE}{name}" for kind, (name, _, character, _) in MARKS.items() if kind in kinds]
+        symbols = [
+            f"{character}\N{NO-BREAK SPACE}{name}" for kind, (name, _, character, _) in MARKS.items() if kind in kinds
+        ]
         symbols += ["|\N{NO-BREAK SPACE}commit"] if any(history.saves for history in histories) else []
         captions += [f"Symbols: {', '.join(symbols)}."] if symbols else []
         captions.append("Before its first workers, each run starts up.")
