@@ -25,6 +25,9 @@ def stacks(
     last_hang: Annotated[
         bool, typer.Option("--last-hang", help="Print the stacks of the last hang, also if the run is live.")
     ] = False,
+    all_threads: Annotated[
+        bool, typer.Option("--all-threads", help="Print all threads of a worker, not only the training thread.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Print the Python stacks of all ranks of a live run, or of a run's last hang.
@@ -32,6 +35,7 @@ def stacks(
     The stacks of a live run are those of now. A rank answers also while it hangs in a collective or in native code that
     does not hold Python's lock. If the run is not live, the command prints the stacks that its workers recorded in the
     last hang. RUN is <storage>/<name> then, and no cluster is needed. Equal stacks of several ranks are printed once.
+    With --json, they are those of all threads.
     """
     facts = _of_last_hang(run) if last_hang else _now(run)
     if as_json:
@@ -40,7 +44,7 @@ def stacks(
     out = console()
     if "time" in facts:
         out.print(f"No worker made progress for {facts['seconds']:g} s. The hang was at {format_time(facts['time'])}.")
-    for line in _lines(facts):
+    for line in _lines(facts, all_threads=all_threads):
         out.print(line, soft_wrap=True)
 
 
@@ -63,8 +67,8 @@ def _of_last_hang(run: str) -> Mapping[str, Any]:
     return facts
 
 
-def _lines(facts: Mapping[str, Any]) -> Iterator[Text]:
-    """The workers by equal stacks of their training threads, and the other threads of each group."""
+def _lines(facts: Mapping[str, Any], *, all_threads: bool) -> Iterator[Text]:
+    """The workers by equal stacks of their training threads, and on request the other threads of each group."""
     culprits = facts.get("culprits", ())
     for group in _grouped(facts["workers"], lambda worker: (worker["place"], _stack(worker, 0))):
         first = group[0]
@@ -73,7 +77,7 @@ def _lines(facts: Mapping[str, Any]) -> Iterator[Text]:
         yield Text()
         yield Text(f"{_name(group)} ({nodes}), in '{first['place']}'{blamed}", style="bold")
         yield Text(_stack(first, 0))
-        threads = [(worker, thread) for worker in group for thread in worker["threads"][1:]]
+        threads = [(worker, thread) for worker in group for thread in worker["threads"][1:] if all_threads]
         for same in _grouped(threads, lambda pair: pair[1]["stack"]):
             names = ", ".join(dict.fromkeys(thread["name"] for _, thread in same))
             owners = list({worker["id"]: worker for worker, _ in same}.values())

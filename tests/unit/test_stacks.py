@@ -123,7 +123,9 @@ def test_equal_stacks_are_printed_once_and_missing_ranks_are_named(monkeypatch: 
     assert "ranks 0-6, 9 (10.0.0.1), in 'reduction'" in shown
     assert "rank 7 (10.0.0.2), in 'forward'" in shown
     assert "rank 8 (10.0.0.2): no answer within 10 s" in shown
-    assert shown.index("wait()") < shown.index("Thread sender")
+    assert "Thread sender" not in shown, "that is for --all-threads"
+    with_others = invoke("stacks", "lm", "--all-threads").output
+    assert with_others.index("wait()") < with_others.index("Thread sender")
     assert json.loads(invoke("stacks", "lm", "--json").output)["missing"] == missing
 
 
