@@ -113,8 +113,8 @@ class RendezvousClient:
         self._call(self._rendezvous.leave, self.member, within_s, why)
 
     def record(self, event: Event) -> None:
-        """Queues an event for the ledger, with the current time as `at`. Never blocks."""
-        self._sender.submit(self._send, replace(event, at=time.time()))
+        """Queues an event for the ledger, with the current time as `at` if it has none. Never blocks."""
+        self._sender.submit(self._send, event if event.at is not None else replace(event, at=time.time()))
 
     def progress(self, **newest: Any) -> None:
         """Sets this worker's progress report; only the newest one is sent. Never blocks."""

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from elastic_ddp.rendezvous.snapshot import Snapshot
 from elastic_ddp.telemetry.bottleneck import MIN_STEPS, find_bottleneck
-from elastic_ddp.telemetry.event import Event, parse
+from elastic_ddp.telemetry.event import AgreedEvent, Event, parse
 from elastic_ddp.telemetry.events import GenerationFormed, GenerationStarted, PhasesMeasured, WorkerFailed
 from elastic_ddp.telemetry.phases import newest, nodes_of
 from elastic_ddp.telemetry.progress import MovingRate
@@ -17,6 +17,8 @@ E = TypeVar("E", bound=Event)
 
 COMPACT_EVERY = 10_000
 """Number of delivered events after which the snapshot is rewritten without them."""
+COMPARED = 256
+"""Number of newest agreed events that a repeated one is compared with: more than a rank repeats."""
 
 
 class EventLog:
@@ -36,6 +38,8 @@ class EventLog:
         self._newest: dict[str, Event] = {}
         self._last_numbers: dict[str, int] = {}
         """Number of the last event of each sender."""
+        self._agreed: deque[tuple[str, ...]] = deque(maxlen=COMPARED)
+        """The identities of the newest agreed events."""
         self._rate = MovingRate()
         self._phases: deque[PhasesMeasured] = deque(maxlen=MIN_STEPS)
         for line in snapshot.lines():
@@ -44,6 +48,7 @@ class EventLog:
             elif "delivered" in line:
                 self._num_delivered, self._last_numbers = line["delivered"], line["last_numbers"]
                 self._newest = {name: parse(event) for name, event in line["newest"].items()}
+                self._agreed.extend(map(tuple, line["agreed"]))
             else:
                 self._add(parse(line["event"]), line["sender"], line["number"])
 
@@ -63,8 +68,13 @@ class EventLog:
             self._rate.add(time.monotonic(), progress.get("step", 0), progress.get("samples", 0))
 
     def add(self, event: Event, sender: str = "", number: int = 0) -> bool:
-        """Adds an event. Returns False if it is known: a sender numbers its events from 1, and may repeat a call."""
+        """Adds an event. Returns False if it is known: a sender numbers its events from 1, and may repeat a call.
+
+        Ranks that follow a rank 0 repeat its newest agreed events.
+        """
         if sender and number <= self._last_numbers.get(sender, 0):
+            return False
+        if isinstance(event, AgreedEvent) and _identity(event) in self._agreed:
             return False
         self._snapshot.append(_line(event, sender, number))
         self._add(event, sender, number)
@@ -86,6 +96,8 @@ class EventLog:
         if isinstance(event, GenerationStarted):
             self._rate.clear()  # the rate covers time with training only
             self._phases.clear()
+        if isinstance(event, AgreedEvent):
+            self._agreed.append(_identity(event))
         if isinstance(event, PhasesMeasured):
             self._phases.append(event)
 
@@ -104,6 +116,7 @@ class EventLog:
             self._num_deletable = 0
             newest = {name: event.to_json() for name, event in self._newest.items()}
             header = {"delivered": self._num_delivered, "newest": newest, "last_numbers": self._last_numbers}
+            header["agreed"] = list(self._agreed)
             remaining = [_line(event, "", 0) for event in self._events]
             self._snapshot.replace([header, *remaining, {"outcome": self.outcome}])
         return list(self._events)
@@ -133,6 +146,12 @@ class EventLog:
             return {"phases": None, "bottleneck": None}
         found = find_bottleneck(measured, nodes_of([formed] if formed is not None else [], measured))
         return {"phases": measured.to_json(), "bottleneck": None if found is None else found.to_json()}
+
+
+def _identity(event: AgreedEvent) -> tuple[str, ...]:
+    """Returns what the reports of an event by different ranks have in common, and those of no other event."""
+    # As text, because NaN is not equal to itself.
+    return tuple(str(getattr(event, name, None)) for name in ("event", "generation", "step", "name", "loss"))
 
 
 def _line(event: Event, sender: str, number: int) -> dict[str, Any]:

@@ -88,6 +88,10 @@ class TrainingEvent(GenerationEvent):
     """An event about training in a generation, as its rank 0 reports it."""
 
 
+class AgreedEvent(TrainingEvent):
+    """An event about training that all ranks know. If rank 0 fails before it has reported it, another rank does."""
+
+
 def parse(entry: Mapping[str, Any]) -> Event:
     """Returns the event of a JSON object.
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import field
 from typing import Any
 
-from elastic_ddp.telemetry.event import Account, Event, GenerationEvent, TrainingEvent
+from elastic_ddp.telemetry.event import Account, AgreedEvent, Event, GenerationEvent, TrainingEvent
 
 
 class SessionStarted(Event, event="session_started"):
@@ -118,7 +118,7 @@ class GenerationAccount(GenerationEvent, event="generation_account"):
     """The longest account among those members."""
 
 
-class StepsCompleted(TrainingEvent, event="steps"):
+class StepsCompleted(AgreedEvent, event="steps"):
     """`log_every_steps` more steps are done. Rank 0 reports it."""
 
     step: int
@@ -134,7 +134,7 @@ class StepsCompleted(TrainingEvent, event="steps"):
     metrics: Mapping[str, float] | None = None
     """Values passed to `step.log` in the last step, by name, averaged over the rows of the global batch."""
     account: Account | None = None
-    """Rank 0's account of the generation so far."""
+    """Rank 0's account of the generation so far; null if rank 0 failed and another rank reports the step."""
 
 
 class PhasesMeasured(TrainingEvent, event="phases"):
@@ -168,7 +168,7 @@ class PhasesMeasured(TrainingEvent, event="phases"):
     """Share of the time in which a rank's GPU was busy, from 0 to 1, as NVML has it; null without NVML."""
 
 
-class StepSkipped(TrainingEvent, event="step_skipped"):
+class StepSkipped(AgreedEvent, event="step_skipped"):
     """A step left model, optimizers and schedulers unchanged. Rank 0 reports it."""
 
     step: int
@@ -186,7 +186,7 @@ class EvaluationStarted(TrainingEvent, event="evaluating"):
     """Name of the metric."""
 
 
-class EvaluationFinished(TrainingEvent, event="evaluation"):
+class EvaluationFinished(AgreedEvent, event="evaluation"):
     """An evaluation is done. Rank 0 reports it."""
 
     step: int

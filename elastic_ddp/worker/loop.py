@@ -192,8 +192,9 @@ class Loop:
         return step % self.job.config.log_every_steps == 0 or step + 1 == self.job.total_steps
 
     def _report(self, step: Step) -> dict[str, float]:
-        """Rank 0 reports the step to the rendezvous and the ledger. Returns the logged metrics, if they are due."""
+        """Reports the step to the rendezvous and the ledger. Returns the logged metrics, if they are due."""
         account, generation, position = self.membership.account, step.generation, self.state.position
+        number, is_rank_0, record = generation.number, self.rank == 0, self.membership.agreed_events.record
         first_step_s = account.step_done()
         generation.phases.step_done(position.step)
         progress: dict[str, Any] = {
@@ -203,21 +204,21 @@ class Loop:
             "samples": position.samples,
             "world_size": self.world_size,
         }
-        if self.rank == 0:
-            self.client.progress(generation=generation.number, **progress)
+        if is_rank_0:
+            self.client.progress(generation=number, **progress)
             if first_step_s is not None:
-                self.client.record(FirstStep(generation=generation.number, seconds=first_step_s))
-            if step.skip_reason is not None:
-                number, reason, scale = generation.number, step.skip_reason, self.state.loss_scale
-                loss_scale = None if scale is None else scale.scale
-                skipped = StepSkipped(generation=number, step=position.step, reason=reason, loss_scale=loss_scale)
-                self.client.record(skipped)
+                self.client.record(FirstStep(generation=number, seconds=first_step_s))
+        if step.skip_reason is not None:
+            reason, scale = step.skip_reason, self.state.loss_scale
+            loss_scale = None if scale is None else scale.scale
+            skipped = StepSkipped(generation=number, step=position.step, reason=reason, loss_scale=loss_scale)
+            record(skipped, is_rank_0=is_rank_0)
         if not self._is_logged(step.index):
             return {}
-        metrics = step.metrics
-        if self.rank == 0:
-            number, seconds = generation.number, account.seconds()
-            self.client.record(StepsCompleted(generation=number, **progress, metrics=metrics, account=seconds))
+        metrics, seconds = step.metrics, account.seconds() if is_rank_0 else None
+        done = StepsCompleted(generation=number, **progress, metrics=metrics, account=seconds)
+        record(done, is_rank_0=is_rank_0)
+        if is_rank_0:
             counts = [len(owned) for owned in generation.strategy.ranges]
             if (measured := combine(step.phases, generation=number, micro_batches=counts)) is not None:
                 self.client.record(measured)
@@ -253,10 +254,9 @@ class Loop:
         prefix = "validation" if given_name is None else given_name
         named = {f"{prefix}_{key}": each for key, each in value.items()} if isinstance(value, dict) else {name: value}
         self.checkpointer.metrics.update(steps_done, named)
-        if self.rank == 0:
-            for metric, each in named.items():
-                number = generation.number
-                self.client.record(EvaluationFinished(generation=number, step=steps_done, name=metric, loss=each))
+        for metric, each in named.items():
+            finished = EvaluationFinished(generation=generation.number, step=steps_done, name=metric, loss=each)
+            membership.agreed_events.record(finished, is_rank_0=self.rank == 0)
         return value
 
     # The end.

@@ -20,6 +20,7 @@ from elastic_ddp.rendezvous.user_place import frames_of
 from elastic_ddp.telemetry.account import Account
 from elastic_ddp.telemetry.event import PEER_FAILED, RESUMED, RUN_ENDED, STARTED, STATE_TRANSFERRED
 from elastic_ddp.telemetry.events import GenerationEnded, GenerationStarted
+from elastic_ddp.worker.agreed_events import AgreedEvents
 from elastic_ddp.worker.collective_tasks import CollectiveTasks
 from elastic_ddp.worker.generation import Generation, GenerationInputs, feeds_of, micro_batches_of, strategy_of
 from elastic_ddp.worker.phase_clock import PhaseClock
@@ -93,6 +94,7 @@ class WorkerMembership:
         tasks: the collective tasks outside of steps.
         failures: failures of steps and of these tasks.
         phases: measures the phases of steps.
+        agreed_events: records what all ranks know.
     """
 
     def __init__(
@@ -105,6 +107,7 @@ class WorkerMembership:
         self.activity.on_enter = self.phases.follow
         self.holds_state = False
         self.tasks, self.failures = CollectiveTasks(), ConsecutiveFailures()
+        self.agreed_events = AgreedEvents(client.record)
         self._job, self._client, self._state, self._checkpointer = job, client, state, checkpointer
         self._store, self._feeds = StoreConnection(), feeds_of(job, device)
         self._inputs = GenerationInputs(
@@ -205,6 +208,8 @@ class WorkerMembership:
         if assignment.rank == 0:
             number, world_size, step = assignment.generation, assignment.world_size, self._state.position.step
             reason = RESUMED if assignment.reason == STARTED and step else assignment.reason
+            if not was_rank_0:
+                self.agreed_events.report_again()
             started = GenerationStarted(generation=number, world_size=world_size, first_step=step, reason=reason)
             self._client.record(started)
             if not was_rank_0 and assignment.source is not None:

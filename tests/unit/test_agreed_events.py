@@ -1,0 +1,67 @@
+"""What all ranks know reaches the ledger once, although rank 0 dies before it has reported it."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+from elastic_ddp.rendezvous.event_log import EventLog
+from elastic_ddp.rendezvous.snapshot import Snapshot
+from elastic_ddp.telemetry.events import StepsCompleted
+from elastic_ddp.worker.agreed_events import AgreedEvents
+from elastic_ddp.worker.run import Run
+from tests.unit.single_worker import CPU, prepared
+from tests.workers import running
+
+STEPS, SILENT_AFTER, KILLED_AFTER, EVALUATE_EVERY = 40, 27, 30, 10
+
+
+def train_and_kill_rank_0(run: Run) -> None:
+    """The last reports of rank 0, of three steps and an evaluation, are not sent when it dies."""
+    model: Any = prepared(run)
+    for step in run.steps():
+        with step:
+            for batch in step.micro_batches():
+                step.backward(model(batch["x"]).square().mean())
+            step.optimize()
+        steps_done, is_first_rank_0 = step.index + 1, run.rank == 0 and run.world_size == 2
+        if steps_done % EVALUATE_EVERY == 0:
+            run._loop.measure("twice", lambda generation: 2 * generation.state.position.step)
+        if is_first_rank_0 and steps_done == SILENT_AFTER:
+            run._loop.client._sender.submit(time.sleep, 60)
+        if is_first_rank_0 and steps_done == KILLED_AFTER:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_each_step_and_evaluation_is_recorded_once_although_rank_0_dies(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"steps": STEPS, "global_batch_size": 8, "micro_batch_size": 2, "log_every_steps": 1}
+    with running(tmp_path, train_and_kill_rank_0, CPU, 2, **settings) as workers:
+        workers.finish(120)
+        assert workers.world_sizes() == [2, 1]
+        steps: list[Any] = workers.rendezvous.events("steps")
+        assert [(event.step, event.generation) for event in steps] == [
+            (step, 1 if step <= KILLED_AFTER else 2) for step in range(1, STEPS + 1)
+        ]
+        evaluations: list[Any] = workers.rendezvous.events("evaluation")
+        assert [(event.step, event.loss) for event in evaluations] == [(10, 20), (20, 40), (30, 60), (40, 80)]
+
+
+def test_what_the_next_rank_0_repeats_is_in_the_ledger_once_also_after_a_restart(tmp_path: Path) -> None:
+    def reported(log: EventLog) -> list[int]:
+        return [event.step for event in log.after(0) if isinstance(event, StepsCompleted)]
+
+    log, other = EventLog(Snapshot(str(tmp_path))), AgreedEvents(lambda event: log.add(event))
+    for step in range(1, 5):
+        event = StepsCompleted(generation=1, step=step, loss=math.nan)
+        other.record(event, is_rank_0=False)
+        assert step > 2 or log.add(event)
+    other.report_again()
+    assert reported(log) == [1, 2, 3, 4]
+    log = EventLog(Snapshot(str(tmp_path)))
+    other.report_again()
+    assert reported(log) == [1, 2, 3, 4]
+    assert log.add(StepsCompleted(generation=2, step=4, loss=math.nan)), "the step is repeated"
