@@ -25,7 +25,7 @@ from elastic_ddp.cli import checkpoints
 from elastic_ddp.cli.doctor import doctor
 from elastic_ddp.cli.events import events
 from elastic_ddp.cli.live_run import LiveRun, get_run
-from elastic_ddp.cli.output import AsJson, console, format_time, plural, print_json, table
+from elastic_ddp.cli.output import AsJson, console, format_time, plural, print_json, print_plain, table
 from elastic_ddp.cli.phases import columns_of_ranks, describe_step
 from elastic_ddp.cli.profile import profile
 from elastic_ddp.cli.recorded_run import RecordedRun, RunLedger
@@ -106,7 +106,7 @@ def run(
     }
     data = {name: job_table[name] for name in ("data", "sample_weights") if name in job_table}
     result = ElasticTrainer(**functions, **data, config=RunConfig.load(job)).fit()
-    console().print(render(result.summary))
+    print_plain(console(), render(result.summary))
 
 
 @app.command()
@@ -279,7 +279,7 @@ def show(run: RecordedRun, as_json: AsJson = False) -> None:
     if as_json:
         print_json(summary)
     else:
-        console().print(render(summary))
+        print_plain(console(), render(summary, driver_is_dead=ledger.has_dead_driver()))
 
 
 app.command()(events)

@@ -11,7 +11,7 @@ from datetime import datetime
 from typing import Annotated, Any, TextIO
 
 import typer
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.table import Table
 
 _for_json: list[TextIO] = []
@@ -52,6 +52,17 @@ def console(*, stderr: bool = False) -> Console:
     stream = sys.stderr if stderr else sys.stdout
     width = None if stream.isatty() or "COLUMNS" in os.environ else 200  # long lines can be searched
     return Console(stderr=stderr, width=width, markup=False, emoji=False, highlight=False)
+
+
+def print_plain(out: Console, content: RenderableType, *, max_width: int | None = None) -> None:
+    """Prints content, where there is no terminal without the blanks with which Rich fills lines."""
+    width = None if max_width is None else min(max_width, out.width)
+    if out.is_terminal:
+        out.print(content, width=width)
+        return
+    with out.capture() as printed:
+        out.print(content, width=width)
+    print("\n".join(line.rstrip() for line in printed.get().splitlines()))
 
 
 def table(*columns: str, text: tuple[str, ...] = ()) -> Table:

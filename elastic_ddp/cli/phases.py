@@ -5,11 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from elastic_ddp.telemetry.bottleneck import MIN_STEPS
+
 
 def describe_step(facts: Mapping[str, Any]) -> list[str]:
     """Returns lines about the phases of a step, and what bounds the run. `facts` as in `RunHandle.status`."""
     measured, bottleneck = facts["phases"], facts["bottleneck"]
-    lines = [f"step {describe_phases(measured['phases'])}"] if measured is not None else []
+    if measured is None:
+        is_new = facts["state"] == "training"
+        return [f"phases: known after {MIN_STEPS} steps of this generation"] if is_new else []
+    lines = [f"step {describe_phases(measured['phases'])}"]
     return [*lines, f"bound by {describe_bottleneck(bottleneck)}"] if bottleneck is not None else lines
 
 

@@ -13,6 +13,7 @@ from rich.text import Text
 from elastic_ddp.cli.output import plural, table
 from elastic_ddp.cli.phases import describe_bottleneck, describe_phases, format_gib
 from elastic_ddp.telemetry.goodput import PARTS
+from elastic_ddp.telemetry.progress import format_rate
 
 _STYLES = {
     "running": "bold green",
@@ -23,12 +24,17 @@ _STYLES = {
 }
 
 
-def render(summary: Mapping[str, Any]) -> RenderableType:
+def render(summary: Mapping[str, Any], *, driver_is_dead: bool = False) -> RenderableType:
     """Returns the facts of a run, a line for each generation, and one for each world size if there were several.
 
-    The status can also be `running`.
+    Args:
+        summary: as `summarize` returns it. The status can also be `running`.
+        driver_is_dead: whether the driver is known to be dead, or has left the run.
     """
-    parts: list[RenderableType] = [Text(str(summary["name"] or "run"), style="bold"), _facts(summary)]
+    status = str(summary["status"])
+    why = ": its driver died" if status == "unfinished" and driver_is_dead else ""
+    title = Text(str(summary["name"] or "run"), style="bold")
+    parts: list[RenderableType] = [title, _facts(summary, Text(status + why, style=_STYLES[status]))]
     if summary["generations"]:
         parts += [Text(), Text("generations", style="dim"), _generations(summary)]
     if len(summary["scaling"]) > 1:
@@ -38,21 +44,21 @@ def render(summary: Mapping[str, Any]) -> RenderableType:
     return Group(*parts)
 
 
-def _facts(summary: Mapping[str, Any]) -> Table:
+def _facts(summary: Mapping[str, Any], status: Text) -> Table:
     facts = Table.grid(padding=(0, 2, 0, 0))
     facts.add_column(style="dim", no_wrap=True)
     facts.add_column(overflow="fold")
-    status = str(summary["status"])
-    facts.add_row("status", Text(status, style=_STYLES[status]))
-    total, rate, interval_s = (summary[name] for name in ("total_steps", "samples_per_second", "commit_interval_s"))
+    facts.add_row("status", status)
+    total, interval_s, bottleneck = (summary[name] for name in ("total_steps", "commit_interval_s", "bottleneck"))
     loss, workers = summary["loss"], {"failed": summary["workers_lost"], "drained": summary["workers_drained"]}
+    newest = f"last {bottleneck['num_steps']:,} steps" if bottleneck else ""
     rows = {
         "error": summary["error"],
         "steps": _number(summary["steps"])
         + (f" of {total:,}" if total not in (None, summary["steps"]) else "")
         + (f", {skipped:,} skipped" if (skipped := summary.get("skipped_steps")) else ""),
         "epochs": _number(summary["epochs"]),
-        "samples": _number(summary["samples"]) + (f"  ({rate:,.0f} samples/s)" if rate else ""),
+        "samples": _number(summary["samples"]) + _rates(summary),
         "time": timedelta(seconds=round(summary["wall_seconds"])),
         "goodput": _goodput(summary["goodput"]),
         "loss": f"{_number(loss['first'])} → {_number(loss['last'])}{_at_step(loss['step'], summary)}"
@@ -62,8 +68,8 @@ def _facts(summary: Mapping[str, Any]) -> Table:
             f"{name} {_number(value)}{_at_step(summary['evaluated_at'].get(name), summary)}"
             for name, value in summary["metrics"].items()
         ),
-        "step": describe_phases(summary["phases"]),
-        "bound by": describe_bottleneck(summary["bottleneck"]),
+        "whole run": f"step {phases}" if (phases := describe_phases(summary["phases"])) else "",
+        newest: f"bound by {verdict}" if (verdict := describe_bottleneck(bottleneck)) else "",
         "GPU memory": "" if summary["memory_bytes"] is None else f"{format_gib(summary['memory_bytes'])} peak",
         "workers": ", ".join(f"{count:,} {what}" for what, count in workers.items() if count),
         "sessions": summary["sessions"],
@@ -84,6 +90,7 @@ def _generations(summary: Mapping[str, Any]) -> Table:
     rows = table(
         "gen", "workers", "first step", "last step", "stall", "reason", "ended by", text=("reason", "ended by")
     )
+    usual_step_s = sum(summary["phases"].values()) if summary["phases"] else None
     for generation in summary["generations"]:
         session = f"{generation['session_number']}." if summary["sessions"] > 1 else ""
         is_newest = generation is summary["generations"][-1] and generation["session_number"] == summary["sessions"]
@@ -93,9 +100,9 @@ def _generations(summary: Mapping[str, Any]) -> Table:
             str(generation["world_size"]),
             _number(generation["first_step"]),
             _number(generation["last_step"]),
-            _stall(generation),
+            _stall(generation, usual_step_s),
             Text(str(generation["reason"])),
-            Text(str(generation["ended_by"] or ("" if is_live else "not recorded"))),
+            Text(_ended_by(generation) or ("" if is_live else "not recorded")),
         )
     return rows
 
@@ -104,8 +111,8 @@ def _scaling(summary: Mapping[str, Any]) -> Table:
     rows = table("workers", "samples/s", "per worker", "efficiency", "steps")
     for row in summary["scaling"]:
         per_worker, efficiency = row["samples_per_s_per_worker"], row["efficiency"]
-        rate = f"{row['samples_per_s']:,.1f}"
-        rows.add_row(f"{row['world_size']:,}", rate, f"{per_worker:,.1f}", f"{efficiency:.0%}", f"{row['steps']:,}")
+        rates = format_rate(row["samples_per_s"]), format_rate(per_worker)
+        rows.add_row(f"{row['world_size']:,}", *rates, f"{efficiency:.0%}", f"{row['steps']:,}")
     return rows
 
 
@@ -113,8 +120,27 @@ def _goodput(seconds: Mapping[str, Any]) -> str | None:
     """The share of the time that was training, and the other parts of at least 0.1 s."""
     if seconds["goodput"] is None:
         return None
-    parts = [f"{part.replace('_', '-')} {seconds[part]:,.1f} s" for part in PARTS if round(seconds[part], 1)]
+    parts = [f"{part.replace('_', '-')} {_duration(seconds[part])}" for part in PARTS if round(seconds[part], 1)]
     return f"{100 * seconds['goodput']:.1f} %  {' · '.join(parts)}"
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds:.1f} s" if seconds < 60 else str(timedelta(seconds=round(seconds)))
+
+
+def training_rate(summary: Mapping[str, Any]) -> float | None:
+    """Returns the samples per second of the time that was training; None if that is not known."""
+    useful_s = summary["goodput"]["useful"]
+    is_known = summary["samples"] and useful_s and summary["goodput"]["goodput"] is not None
+    return summary["samples"] / useful_s if is_known else None
+
+
+def _rates(summary: Mapping[str, Any]) -> str:
+    training, whole = training_rate(summary), summary["samples_per_second"]
+    if not whole:
+        return ""
+    over_all = f"{format_rate(whole)} samples/s over the whole time"
+    return f"  ({over_all})" if training is None else f"  ({format_rate(training)} samples/s in training; {over_all})"
 
 
 def _at_step(step: int | None, summary: Mapping[str, Any]) -> str:
@@ -122,11 +148,19 @@ def _at_step(step: int | None, summary: Mapping[str, Any]) -> str:
     return "" if step in (None, summary["steps"]) else f" (step {step:,})"
 
 
-def _stall(generation: Mapping[str, Any]) -> str:
+def _stall(generation: Mapping[str, Any], usual_step_s: float | None) -> str:
+    """The time between training in two generations, and the excess of the first step over a usual one."""
     if generation["rendezvous_s"] is None:
         return ""
     stall_s = (generation["detection_s"] or 0.0) + generation["rendezvous_s"] + generation["hand_over_s"]
+    if usual_step_s is not None and generation["first_step_s"] is not None:
+        stall_s += max(0.0, generation["first_step_s"] - usual_step_s)
     return f"{stall_s:.2f} s"
+
+
+def _ended_by(generation: Mapping[str, Any]) -> str:
+    ended_by = str(generation["ended_by"] or "")
+    return "its driver died" if ended_by == "the driver failed" else ended_by
 
 
 def _number(value: Any) -> str:

@@ -107,7 +107,7 @@ class Progress:
         if self._loss is not None:
             facts.append(f"loss {float(self._loss):.4g}")
         if (samples_per_s := self._rate.samples_per_s) is not None:
-            facts.append(f"{samples_per_s:,.0f} samples/s")
+            facts.append(f"{format_rate(samples_per_s)} samples/s")
         if self._state in ("", "training"):  # otherwise it is the size of the last generation
             facts.append("1 worker" if self._world_size == 1 else f"{self._world_size} workers")
         else:
@@ -154,6 +154,11 @@ class MovingRate:
             return None
         first, last = self._points[0], self._points[-1]
         return (last[column] - first[column]) / (last[0] - first[0]) if last[0] > first[0] else None
+
+
+def format_rate(rate: float) -> str:
+    """Returns a rate in at least three significant digits, such as `0.0417`, `23.5` or `1,234`."""
+    return f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}"
 
 
 def clock_face(seconds: float) -> str:

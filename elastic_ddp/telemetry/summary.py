@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
 from elastic_ddp.errors import WorkersFailedError
-from elastic_ddp.telemetry.bottleneck import MIN_STEPS, find_bottleneck
+from elastic_ddp.telemetry.bottleneck import MIN_STEPS, Bottleneck, find_bottleneck
 from elastic_ddp.telemetry.event import PEER_FAILED, WORKER_FAILED, Event
 from elastic_ddp.telemetry.events import (
     CommitSucceeded,
@@ -46,7 +46,7 @@ def summarize(events: Iterable[Event], *, name: str | None = None, storage: str 
         wall_seconds (of all sessions, from the call of `fit` to the end), samples_per_second (of that time),
         goodput (seconds of each part of that time, see `goodput`), sessions and commits (their numbers),
         phases (seconds of each phase of a step, averaged over the run), bottleneck (of the newest steps, see
-        `RunHandle.status`), memory_bytes (peak of GPU memory of any rank),
+        `RunHandle.status`, and the number of those steps), memory_bytes (peak of GPU memory of any rank),
         commit_interval_s (the newest automatic choice), restarts (generations that formed after a failure),
         skipped_steps (steps that did not change the weights, see `on_nonfinite`),
         workers_lost (workers that failed in a generation), workers_drained (workers that left because their node or
@@ -86,9 +86,13 @@ def _phases(events: list[Event]) -> dict[str, Any]:
     memory = [max(event.memory_bytes) for event in measured if event.memory_bytes]
     return {
         "phases": mean_phases(measured) if measured else None,
-        "bottleneck": None if bottleneck is None else bottleneck.to_json(),
+        "bottleneck": None if last is None or bottleneck is None else _verdict(bottleneck, last),
         "memory_bytes": max(memory, default=None),
     }
+
+
+def _verdict(bottleneck: Bottleneck, measured: PhasesMeasured) -> dict[str, Any]:
+    return {**bottleneck.to_json(), "num_steps": measured.num_steps}
 
 
 def _outcome(events: list[Event]) -> dict[str, Any]:

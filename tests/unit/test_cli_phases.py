@@ -71,6 +71,12 @@ def test_status_of_a_new_generation_has_no_phases_of_the_former_one() -> None:
     assert status["phases"] is None and status["bottleneck"] is None
 
 
+def test_status_of_a_new_generation_tells_when_phases_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    status = status_of(ledger_of())
+    assert "phases: known after 20 steps of this generation" in shown(monkeypatch, status)
+    assert "phases" not in shown(monkeypatch, {**status, "state": "starting"})
+
+
 def test_status_gives_no_verdict_before_twenty_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     status = status_of(ledger_of(measure({}, {}, {}, num_steps=19)))
     assert status["phases"] is not None and status["bottleneck"] is None
@@ -85,5 +91,7 @@ def test_show_has_the_phases_of_the_whole_run_and_what_bound_it(tmp_path: Path) 
             ledger.append(event)
     text = CliRunner().invoke(app, ["show", str(tmp_path)]).output
     assert "1.19 s: backward 42 %" in " ".join(text.split()), "the mean over all steps"
-    assert "bound by" in text and "data: ranks wait for data 29 % of the time." in " ".join(text.split())
+    assert "last 20 steps bound by data: ranks wait for data 29 % of the time." in " ".join(text.split())
+    assert "whole run step 1.19 s" in " ".join(text.split())
+    assert all(line == line.rstrip() for line in text.splitlines()), "where there is no terminal"
     assert "3.0 GiB peak" in text

@@ -144,9 +144,31 @@ def test_the_summary_has_goodput_and_the_stall_of_each_generation() -> None:
     text = shown(summary)
     assert "61.4 %  useful 6.8 s · rendezvous 1.4 s · hand-over 0.8 s · start-up 1.0 s · shut-down 1.1 s" in text
     assert "redone" not in text and "waiting" not in text
+    assert "(13.3 samples/s in training; 8.18 samples/s over the whole time)" in text
     lines = [line.split() for line in text.splitlines()]
     assert ["workers", "2", "drained"] in lines
     assert ["2", "1", "7", "9", "1.38", "s", "workers", "left", "it", "ended"] in lines
+
+
+def test_a_slow_first_step_is_part_of_the_stall() -> None:
+    """The first step of generation 1 takes 0.2 s, and one of 0.15 s is usual."""
+    measured = ("phases", {"generation": 1, "step": 7, "num_steps": 5, "phases": {"forward": 0.15}})
+    assert "0.75 s" in shown(summarize(DRAINED))
+    text = shown(summarize([*DRAINED, *session("s1", 105.0, measured)]))
+    assert "0.80 s" in text and "whole run" in text and "step 150 ms: forward 100 %" in text
+
+
+def test_long_parts_of_the_time_have_hours_and_minutes() -> None:
+    summary = summarize(DRAINED)
+    summary["goodput"] |= {"useful": 105.6, "start_up": 59.94, "waiting": 7322.0}
+    assert "useful 0:01:46 · " in shown(summary) and "waiting 2:02:02 · start-up 59.9 s" in shown(summary)
+
+
+def test_an_unfinished_run_tells_if_its_driver_died() -> None:
+    summary = summarize(RUN[:9])
+    assert "unfinished" in shown(summary) and "unfinished:" not in shown(summary)
+    assert "unfinished: its driver died" in shown(summary, driver_is_dead=True)
+    assert "died" not in shown({**summary, "status": "running"}, driver_is_dead=True)
 
 
 def test_detection_is_part_of_the_stall() -> None:
@@ -210,21 +232,29 @@ def test_a_stopped_run_is_stopped_and_arguments_override_events() -> None:
     assert summary["storage"] == "/runs"
 
 
-def shown(summary: dict[str, Any]) -> str:
+def shown(summary: dict[str, Any], **options: bool) -> str:
     console = Console(file=StringIO(), width=160, color_system=None)
-    console.print(render(summary))
+    console.print(render(summary, **options))
     assert isinstance(console.file, StringIO)
     return console.file.getvalue()
 
 
 def test_the_table_shows_the_facts_and_one_line_for_each_generation() -> None:
     text = shown(summarize(RUN))
-    for part in ("mnist", "finished", "27 samples/s", "2.5 → 1 (step 30)", "accuracy 0.9", "0:15", "s3://b/runs"):
+    for part in (
+        "mnist",
+        "finished",
+        "26.7 samples/s over the whole time",
+        "2.5 → 1 (step 30)",
+        "accuracy 0.9",
+        "0:15",
+        "s3://b/runs",
+    ):
         assert part in text
     rows = [line.split() for line in text.splitlines()]
     formed = [generation["reason"].split() for generation in summarize(RUN)["generations"]]
     assert ["1.0", "2", "0", "14", *formed[0], "worker", "failed"] in rows
-    assert ["1.1", "1", "14", "26", *formed[1], "the", "driver", "failed"] in rows
+    assert ["1.1", "1", "14", "26", *formed[1], "its", "driver", "died"] in rows
     assert ["2.2", "3", "20", "40", *formed[2], "finished"] in rows
 
 

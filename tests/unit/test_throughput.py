@@ -97,7 +97,7 @@ def test_show_has_a_table_for_a_run_with_several_world_sizes() -> None:
     text = shown(GROWN)
     assert "scaling, without start-up; efficiency is relative to 1 worker" in text
     lines = [line.split() for line in text.splitlines()]
-    assert ["1", "10.0", "10.0", "100%", "19"] in lines and ["2", "16.7", "8.3", "83%", "10"] in lines
+    assert ["1", "10", "10", "100%", "19"] in lines and ["2", "16.7", "8.33", "83%", "10"] in lines
     assert "efficiency" not in shown(GROWN[:6])
 
 
