@@ -28,7 +28,7 @@ def report(
     one file that needs no network. A file named .svg becomes a picture of workers and loss. The command needs no
     cluster.
     """
-    from elastic_ddp.report.history import read_history
+    from elastic_ddp.report.history import read_history, with_dead_driver
     from elastic_ddp.report.page import render_page
     from elastic_ddp.report.picture import draw
 
@@ -43,7 +43,7 @@ def report(
         if history.summary["status"] == "unfinished" and ledger.has_live_driver():
             history.summary["status"] = "running"
         elif history.summary["status"] == "unfinished" and ledger.has_dead_driver():
-            history.summary["status"] = "dead"
+            history = with_dead_driver(history)
         histories.append(history)
     names = [history.label for history in histories]
     histories = [

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from elastic_ddp.report.marks import Clock, Mark, find_marks, first_line
+from elastic_ddp.report.marks import DRIVER_DIED, Clock, Mark, find_marks, first_line
 from elastic_ddp.telemetry.event import Event
 from elastic_ddp.telemetry.events import (
     CommitFailed,
@@ -129,6 +129,14 @@ def read_history(events: Iterable[Event]) -> History:
         saves=[_save(event, clock) for event in events if isinstance(event, CommitSucceeded | CommitFailed)],
         measurements=_merged([_measurement(event, clock) for event in events if isinstance(event, PhasesMeasured)]),
     )
+
+
+def with_dead_driver(history: History) -> History:
+    """Returns the history of a run whose newest session has no end, after its driver has died."""
+    size = history.sizes[-2][1] if len(history.sizes) > 1 else 0
+    common = {"at": history.seconds, "time": history.ended, "step": history.summary["steps"], "world_size": size}
+    died = Mark(kind="driver died", text=DRIVER_DIED, **common)
+    return replace(history, summary={**history.summary, "status": "dead"}, marks=[*history.marks, died])
 
 
 def throughput(points: list[Point], *, buckets: int = 120) -> list[tuple[float, float | None]]:

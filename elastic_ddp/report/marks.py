@@ -21,6 +21,7 @@ from elastic_ddp.telemetry.events import (
 from elastic_ddp.telemetry.sessions import Session, moment
 
 Kind = Literal["joined", "failed", "drained", "left", "stopped", "run failed", "driver died", "resumed", "hang"]
+DRIVER_DIED = "the driver died: no event tells how its session ended"
 _MAX_NAMED = 3
 """Of more workers, a mark tells the number only."""
 
@@ -126,7 +127,7 @@ class _Marks:
 
     def _begin(self, event: SessionStarted) -> None:
         if self._last is not None and not self._has_end:
-            self._add("driver died", self._last, "the driver died: no event tells how its session ended")
+            self._add("driver died", self._last, DRIVER_DIED)
         self._step = event.resumed_from_step or self._step
         self._size, self._members, self._has_end, self._resumed = 0, set(), False, None
         if number := self._clock.session(event):

@@ -19,6 +19,7 @@ from elastic_ddp.report.words import clock_time, counted, duration, headline
 _MAX_MARKS, _MANY_MARKS = 200, 30
 """Events in the table; and from how many on it is folded."""
 _MAX_NODES, _MAX_METRICS = 8, 20
+_STATUS = {"unfinished": "running or unfinished", "dead": "driver died"}
 
 
 def render_page(histories: Sequence[History]) -> str:
@@ -123,7 +124,7 @@ def _outcome(summary: Mapping[str, Any], metrics: Sequence[str]) -> dict[str, An
     values = summary["metrics"] or {}
     steps, total, share = summary["steps"] or 0, summary["total_steps"], summary["goodput"]["goodput"]
     return {
-        "status": "running or unfinished" if summary["status"] == "unfinished" else summary["status"],
+        "status": _STATUS.get(summary["status"], summary["status"]),
         "steps": f"{steps:,}" + (f" of {total:,}" if total not in (None, steps) else ""),
         "final loss": _number(summary["loss"]["last"]),
         **{name: _number(values.get(name)) for name in metrics},

@@ -9,17 +9,20 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 from xml.etree import ElementTree
 
 import pytest
 
+from elastic_ddp.cli.timeline import MARKS as WATCH_MARKS
 from elastic_ddp.errors import ConfigError, StorageError
 from elastic_ddp.report.charts import charts
 from elastic_ddp.report.figure import thin
-from elastic_ddp.report.history import History, Point, read_history, throughput
+from elastic_ddp.report.history import History, Point, read_history, throughput, with_dead_driver
+from elastic_ddp.report.marks import Kind
 from elastic_ddp.report.page import render_page
 from elastic_ddp.report.picture import draw
+from elastic_ddp.report.timeline import MARKS
 from elastic_ddp.report.words import duration, headline, num_bytes
 from elastic_ddp.telemetry import Ledger
 from elastic_ddp.telemetry.event import Event
@@ -89,6 +92,12 @@ def test_a_session_ends_at_its_mark_and_the_next_one_resumes_where_training_star
         event for event in eventful() if event.session == "s2" or event.event not in ("finished", "session_ended")
     ]
     assert [mark.kind for mark in read_history(killed).marks[-2:]] == ["driver died", "resumed"]
+    cut = with_dead_driver(read_history(calm()[:-3]))
+    assert [(mark.kind, mark.at, mark.world_size) for mark in cut.marks] == [("driver died", cut.seconds, 2)]
+
+
+def test_each_kind_of_mark_has_a_symbol_in_the_report_and_in_watch() -> None:
+    assert set(MARKS) == set(WATCH_MARKS) == set(get_args(Kind))
 
 
 def test_the_time_between_sessions_is_left_out() -> None:
