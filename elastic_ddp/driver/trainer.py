@@ -252,7 +252,7 @@ class ElasticTrainer:
             config, is_replaced = self.config.recorded(), lease.replaced.is_set
             with RunLoggers(self._loggers, self._storage, lease.session, config, print_note, is_replaced) as loggers:
                 loggers.start()
-                loggers.finish("finished")
+                loggers.complete()
 
     def _create_job(self, session: str) -> Job:
         """Reads or builds the index of the data, and checks both against the record of the run."""

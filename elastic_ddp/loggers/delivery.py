@@ -90,6 +90,11 @@ class Delivery:
             self._is_abandoned = True
             self._changed.notify()
 
+    @property
+    def is_failing(self) -> bool:
+        """Whether the logger has failed, and does not work again yet."""
+        return self._failed_step is not None
+
     def join(self, timeout_s: float) -> bool:
         """Waits for the thread. Returns whether the logger has all steps and is finished."""
         self._thread.join(timeout_s)

@@ -19,6 +19,7 @@ STEP = "step"
 """A metric of every step, whose value is the step: it says which step is the newest."""
 _STATUS = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
 _MAX_PARAM = 500
+_MAX_NAME = 250
 _PARAMS_PER_CALL = 100
 
 
@@ -61,6 +62,8 @@ class MlflowLogger:
         if found:
             self._run_id = found[0].info.run_id
             self._client.update_run(self._run_id, status="RUNNING")
+            if not found[0].data.params:  # the call after `create_run` failed
+                self._log_config(run.config)
             newest = found[0].data.metrics.get(STEP)
             return None if newest is None else int(newest)
         tags = {TAG: run.id, "storage": run.uri}
@@ -72,7 +75,7 @@ class MlflowLogger:
     def log(self, step: int, values: Mapping[str, float], time: float) -> None:
         from mlflow.entities import Metric
 
-        metrics = {re.sub(r"[^\w\-. :/]", "_", name): value for name, value in values.items()}
+        metrics = {valid_name(name): value for name, value in values.items()}
         if self._is_first:  # a store that is not transactional can have a part of this step
             metrics = {name: value for name, value in metrics.items() if not self._has(name, step)}
         batch = [Metric(name, value, int(time * 1000), step) for name, value in {**metrics, STEP: step}.items()]
@@ -104,6 +107,12 @@ class MlflowLogger:
         params = [Param(name, str(value)[:_MAX_PARAM]) for name, value in _flat(config).items()]
         for start in range(0, len(params), _PARAMS_PER_CALL):
             self._client.log_batch(self._run_id, params=params[start : start + _PARAMS_PER_CALL], synchronous=True)
+
+
+def valid_name(name: str) -> str:
+    """Returns the name that MLflow accepts for a metric: a normal path of at most 250 characters."""
+    cut = re.sub(r"[^\w\-. :/]", "_", name)[:_MAX_NAME]
+    return "/".join("_" if part in (".", "..") else part for part in cut.split("/") if part) or "_"
 
 
 def _flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -19,6 +19,8 @@ from elastic_ddp.telemetry.ledger import list_sessions
 
 FINISH_TIMEOUT_S = 30.0
 """How long the end of a session waits for all loggers together."""
+RAISED_TIMEOUT_S = 5.0
+"""How long a session waits for them that ends with an exception of the driver."""
 _POLL_S = 0.1
 _ID = "loggers/id"
 """Object in the run's folder with its id."""
@@ -81,6 +83,7 @@ class RunLoggers:
         self._loggers, self._storage, self._session, self._config = loggers, storage, session, config
         self._notify, self._is_replaced = notify, is_replaced
         self._deliveries: list[Delivery] = []
+        self._is_finished = False
 
     def start(self) -> None:
         """Starts the loggers' threads."""
@@ -97,26 +100,52 @@ class RunLoggers:
             for delivery in self._deliveries:
                 delivery.add(event)
 
-    def finish(self, status: str, is_interrupted: Callable[[], bool] = lambda: False) -> None:
-        """Waits until the loggers have all steps: at most `FINISH_TIMEOUT_S`, and not after an interrupt."""
+    def finish(
+        self, status: str, is_interrupted: Callable[[], bool] = lambda: False, timeout_s: float | None = None
+    ) -> None:
+        """Waits until the loggers have all steps: by default `FINISH_TIMEOUT_S`, and not after an interrupt."""
+        self._is_finished = True
+        timeout_s = FINISH_TIMEOUT_S if timeout_s is None else timeout_s
         for delivery in self._deliveries:
             delivery.finish(status)
-        deadline = time.monotonic() + FINISH_TIMEOUT_S
+        deadline = time.monotonic() + timeout_s
         for delivery in self._deliveries:
             while not (is_done := delivery.join(_POLL_S)) and time.monotonic() < deadline and not is_interrupted():
                 pass
             if not is_done:
-                newest = "no step" if delivery.newest is None else f"the steps up to {delivery.newest}"
-                self._notify(
-                    f"logger {delivery.name} did not finish within {FINISH_TIMEOUT_S:g} s and has {newest}. The same "
-                    "command gives it the others"
-                )
+                self._note_unfinished(delivery, timeout_s)
+
+    def complete(self) -> None:
+        """Waits until the loggers of a finished run have all steps, or fail for `FINISH_TIMEOUT_S`."""
+        self._is_finished = True
+        for delivery in self._deliveries:
+            delivery.finish("finished")
+        for delivery in self._deliveries:
+            begun = worked_at = time.monotonic()
+            is_noted = False
+            while not (is_done := delivery.join(_POLL_S)) and time.monotonic() < worked_at + FINISH_TIMEOUT_S:
+                if not delivery.is_failing:
+                    worked_at = time.monotonic()
+                if not is_noted and time.monotonic() > begun + FINISH_TIMEOUT_S:
+                    is_noted = True
+                    self._notify(f"logger {delivery.name} still gets the steps that it lacks. Ctrl-C ends this")
+            if not is_done:
+                self._note_unfinished(delivery, FINISH_TIMEOUT_S)
+
+    def _note_unfinished(self, delivery: Delivery, timeout_s: float) -> None:
+        newest = "no step" if delivery.newest is None else f"the steps up to {delivery.newest}"
+        self._notify(
+            f"logger {delivery.name} did not finish within {timeout_s:g} s and has {newest}. The same command gives it "
+            "the others"
+        )
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *error: object) -> None:
-        """Ends the delivery at once."""
+    def __exit__(self, error: type[BaseException] | None, *details: object) -> None:
+        """Ends the delivery at once. If the session raises, it is finished as failed before that."""
+        if error is not None and not self._is_finished:
+            self.finish("failed", timeout_s=RAISED_TIMEOUT_S)
         for delivery in self._deliveries:
             delivery.abandon()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import struct
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -48,8 +49,7 @@ class WandbLogger:
     def start(self, run: LoggedRun) -> int | None:
         import wandb
 
-        if self._run is not None:
-            self._run.finish(exit_code=1)
+        self._leave_broken_run()
         folder = Path(os.environ.get("WANDB_DIR") or ("." if "://" in run.uri else run.uri))
         newest = _newest_offline(folder, run.id) if _is_offline() else None
         self._run = wandb.init(
@@ -72,6 +72,19 @@ class WandbLogger:
 
     def finish(self, status: str) -> None:
         self._run.finish(exit_code=1 if status == "failed" else 0)
+
+    def _leave_broken_run(self) -> None:
+        """Ends the run of an earlier start. If W&B's service has died, lets a new one start."""
+        import wandb
+
+        broken, self._run = self._run, None
+        if broken is None:
+            return
+        try:
+            broken.finish(exit_code=1)
+        except Exception:
+            with suppress(Exception):
+                wandb.teardown()
 
 
 def _is_offline() -> bool:

@@ -197,6 +197,35 @@ def test_the_end_waits_for_a_stuck_logger_for_a_bounded_time_only(
     stuck.released.set()
 
 
+def test_a_session_that_raises_closes_its_loggers_as_failed(tmp_path: Path) -> None:
+    keeper = Keeper()
+    with pytest.raises(KeyboardInterrupt), driver(tmp_path, "1", keeper) as this:
+        this.record(SessionStarted(), *step_events(1), *step_events(2))
+        raise KeyboardInterrupt
+    assert keeper.status == "failed" and keeper.steps == [1]
+
+
+class Slow(Keeper):
+    """Takes a while for each step."""
+
+    def log(self, step: int, values: Mapping[str, float], time: float) -> None:
+        threading.Event().wait(0.05)
+        super().log(step, values, time)
+
+
+def test_a_finished_run_waits_for_a_logger_that_works_and_not_for_one_that_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_loggers, "FINISH_TIMEOUT_S", 0.1)
+    slow, away = Slow(), Away()
+    with driver(tmp_path, "1", slow, away) as this:
+        this.record(*session_events())
+        this.loggers.complete()
+    assert slow.steps == ALL and away.steps == []
+    assert "logger Slow0 still gets the steps that it lacks. Ctrl-C ends this" in this.notes
+    assert this.notes[-1].startswith("logger Away1 did not finish within 0.1 s and has no step.")
+
+
 def test_a_driver_that_was_replaced_logs_nothing_more(tmp_path: Path) -> None:
     stuck = Stuck()
     with driver(tmp_path, "1", stuck) as this:

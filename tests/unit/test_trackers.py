@@ -6,7 +6,9 @@ import os
 import subprocess
 import sys
 import threading
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -75,6 +77,36 @@ def test_wandb_offline_has_each_step_once_after_a_kill_of_the_driver(tmp_path: P
     assert wandb_steps(tmp_path) == ALL, "a later session finds what the file of the second has"
 
 
+KILL_THE_SERVICE = """
+import os, signal, subprocess, sys
+from pathlib import Path
+from elastic_ddp.loggers.wandb import WandbLogger
+from tests.unit import logged_runs
+
+events = logged_runs.session_events()
+with logged_runs.driver(Path(sys.argv[1]), "1", WandbLogger()) as this:
+    this.record(*events[:12])
+    (delivery,) = this.loggers._deliveries
+    logged_runs.until(lambda: (delivery.newest or 0) >= 2)
+    children = subprocess.run(["ps", "--ppid", str(os.getpid()), "-o", "pid=,comm="], capture_output=True, text=True)
+    services = [line.split()[0] for line in children.stdout.splitlines() if "wandb" in line]
+    assert services, children.stdout
+    for process in services:
+        os.kill(int(process), signal.SIGKILL)
+    this.record(*events[12:])
+    this.loggers.finish("finished")
+assert this.notes[-1] == "logger WandbLogger0 works again", this.notes
+"""
+
+
+@pytest.mark.slow
+def test_wandb_gets_what_it_lacks_after_its_service_has_died(tmp_path: Path) -> None:
+    pytest.importorskip("wandb")
+    recovered = run(tmp_path, program=KILL_THE_SERVICE, WANDB_MODE="offline")
+    assert recovered.returncode == 0, recovered.stderr
+    assert wandb_steps(tmp_path) == ALL
+
+
 def test_wandb_without_a_credential_is_refused(tmp_path: Path) -> None:
     pytest.importorskip("wandb")
     program = "from elastic_ddp.loggers.run_loggers import open_loggers; open_loggers(['wandb'], [])"
@@ -140,6 +172,24 @@ def test_mlflow_gets_the_rest_of_a_step_that_it_has_in_part(tmp_path: Path, data
     resumed.log(2, {"loss": 0.25, "accuracy": 2.0}, 101.0)
     assert history("loss") == [(1, 0.5), (2, 0.25)] and history("accuracy") == [(1, 1.0), (2, 2.0)]
     assert len(history("bad name_")) == 1 and found.data.params["a.b"] == "c" * 500
+
+
+@pytest.mark.slow
+def test_mlflow_gets_settings_and_names_that_it_would_refuse(tmp_path: Path, database: None) -> None:
+    class Fails(MlflowLogger):
+        def _log_config(self, config: Mapping[str, Any]) -> None:
+            raise ConnectionError
+
+    run = ed.LoggedRun(name="a", uri=str(tmp_path), id="1", config={"a": 7}, session="1", session_number=1)
+    with pytest.raises(ConnectionError):
+        Fails().start(run)
+    logger = MlflowLogger()
+    logger.start(run)
+    logger.log(1, {"a//b": 1.0, "/abs": 2.0, "../x/.": 3.0, "y" * 300: 4.0, "//": 5.0}, 100.0)
+    names = ("a/b", "abs", "_/x/_", "y" * 250, "_")
+    assert [history(name) for name in names] == [[(1, float(value))] for value in range(1, 6)]
+    (found,) = logger._client.search_runs(["1"])
+    assert found.data.params == {"a": "7"}
 
 
 def test_mlflow_without_a_usable_store_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
