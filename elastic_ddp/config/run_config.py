@@ -222,8 +222,8 @@ class RunConfig(Settings):
     """Number of steps between two writes of logged values to the ledger."""
     loggers: LoggerNames = ()
     """Where the driver sends the values of each logged step: any of `tensorboard`, `wandb` and `mlflow`. Each step is
-    logged once, in order, also after failures and a resume. See
-    [Monitoring](../guides/monitoring.md#tensorboard-wb-and-mlflow)."""
+    logged once, in order, also after failures and a resume. More in
+    [See a run](../guides/monitoring.md#tensorboard-wb-and-mlflow)."""
     resize_interval_s: Seconds = 5.0
     """Seconds between two checks whether the cluster can hold more workers, up to `max_workers`."""
     heartbeat_timeout_s: Annotated[Seconds, Field(ge=0.1)] = 5.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections.abc import Mapping
@@ -107,6 +108,22 @@ def test_the_driver_says_once_where_a_logger_writes_and_no_credential(tmp_path: 
         this.loggers.finish("finished")
     assert linked.steps == ALL
     assert [note for note in this.notes if "logging to" in note] == ["logging to https://…@host/runs/1"]
+
+
+def test_the_logger_in_the_guide_survives_a_kill_within_a_line(tmp_path: Path) -> None:
+    guide = (Path(__file__).parents[2] / "docs/guides/monitoring.md").read_text()
+    program = guide.partition("```python\nimport json\n")[2].partition("\n\n\ntrainer = ")[0]
+    defined: dict[str, Any] = {}
+    exec(f"import json\n{program}", defined)
+    file = tmp_path / "steps.jsonl"
+    logger = defined["JsonLines"](file)
+    assert logger.start(None) is None
+    logger.log(1, {"loss": 0.5}, 100.0)
+    logger.log(11, {"loss": 0.4}, 101.0)
+    file.write_bytes(file.read_bytes()[:-9])
+    assert logger.start(None) == 1
+    logger.log(11, {"loss": 0.4}, 101.0)
+    assert [json.loads(line)["step"] for line in file.read_text().splitlines()] == [1, 11]
 
 
 class Away(Keeper):
