@@ -238,12 +238,12 @@ class RunHandle:
 
         Raises:
             ConfigError: an argument is out of range, or the run has no such rank.
-            ElasticDDPError: the run does not train at the moment.
+            ElasticDDPError: the run does not train at the moment, or another profile is not complete yet.
         """
         status = self.status()
         _check_profile(self.name, [member["rank"] for member in status["members"]], num_steps, ranks, timeout_s)
         if isinstance(request := self._call("request_profile", ranks, num_steps, memory), str):
-            raise ElasticDDPError(f"run {self.name!r} cannot be profiled: {request}. Try again when it trains.")
+            raise ElasticDDPError(f"run {self.name!r} cannot be profiled: {request}. Try again later.")
         answers = self._answers(request, time.monotonic() + timeout_s)
         silent = {"error": f"no trace within {timeout_s:g} s. Use a longer timeout_s, or fewer steps."}
         facts = [{**worker, **(worker["answer"] or silent)} for worker in answers]

@@ -70,7 +70,7 @@ class Rendezvous:
         self._heartbeats = HeartbeatServer(
             options.heartbeat_timeout_s, self._on_failure, self._coordinator.membership.has_joined
         )
-        self._requests = MemberRequests()
+        self._requests = MemberRequests(self._coordinator.membership.why_gone)
         self._waiting_for: str | None = None
         self._ticker: asyncio.Task[None] | None = None
         self._cleaned = 0
@@ -359,6 +359,8 @@ class Rendezvous:
     async def request_profile(self, ranks: list[int] | None, num_steps: int, memory: bool) -> int | str:
         """Asks ranks, by default all, for traces of the next steps. Returns the request's number, or why that fails."""
         async with self._locked() as coordinator:
+            if self._requests.is_profiling(coordinator.membership.generation):
+                return "another profile is not complete yet"  # ranks start together, and would wait for each other
             plan = plan_profile(coordinator.membership, ranks, num_steps=num_steps, memory=memory)
             return plan if isinstance(plan, str) else self._add_request(coordinator, *plan)
 
@@ -370,8 +372,8 @@ class Rendezvous:
 
     async def answers(self, number: int) -> list[dict[str, Any]] | None:
         """Returns the answers to a request so far; see `MemberRequests.answers`."""
-        async with self._locked() as coordinator:
-            return self._requests.answers(number, coordinator.membership.why_gone)
+        async with self._locked():
+            return self._requests.answers(number)
 
     async def status(self) -> dict[str, Any]:
         """Returns the state of the run, for `elastic-ddp status`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -13,8 +14,8 @@ from elastic_ddp.rendezvous.status import ranks_of
 
 PROFILES = "profiles"
 """The folder of all traces, in the run's storage."""
-KEPT = 4
-"""Number of newest requests whose answers are kept."""
+ABANDONED_AFTER_S = 20.0
+"""A request whose answers no caller has asked for in this time is forgotten: callers ask several times a second."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,13 +46,21 @@ class _Open:
     members: Sequence[tuple[int | None, Member]]
     ids: frozenset[str]
     request: MemberRequest
+    asked_at: float
+    """When a caller last asked for the answers."""
     answers: dict[str, Mapping[str, Any]] = field(default_factory=dict)
 
 
 class MemberRequests:
-    """The newest requests and their answers."""
+    """The requests whose callers wait for answers, and these answers.
 
-    def __init__(self) -> None:
+    Args:
+        why_gone: returns why a member is not in the run any more; None if it is.
+        clock: returns seconds.
+    """
+
+    def __init__(self, why_gone: Callable[[str], str | None], clock: Callable[[], float] = time.monotonic) -> None:
+        self._why_gone, self._clock = why_gone, clock
         self._open: dict[int, _Open] = {}
 
     def add(
@@ -62,9 +71,26 @@ class MemberRequests:
     ) -> None:
         """Adds a request to members, each with its rank. Numbers increase."""
         ids = frozenset(member.id for _, member in members)
-        self._open[number] = _Open(members, ids, MemberRequest(number=number, profile=profile))
-        for oldest in sorted(self._open)[:-KEPT]:
-            del self._open[oldest]
+        now = self._clock()
+        for old, each in list(self._open.items()):
+            if now - each.asked_at >= ABANDONED_AFTER_S and not self._is_profiling(each):
+                del self._open[old]
+        self._open[number] = _Open(members, ids, MemberRequest(number=number, profile=profile), asked_at=now)
+
+    def is_profiling(self, generation: int) -> bool:
+        """Returns whether ranks of a generation have not answered a request to profile them yet."""
+        return any(self._is_profiling(each, generation) for each in self._open.values())
+
+    def _is_profiling(self, each: _Open, generation: int | None = None) -> bool:
+        profile = each.request.profile
+        if profile is None or generation not in (None, profile.generation):
+            return False
+        return any(self._answer(each, member) is None for member in each.ids)
+
+    def _answer(self, each: _Open, member: str) -> Mapping[str, Any] | None:
+        """Returns a member's answer, which is an `error` if it is gone; None while that is open."""
+        gone = self._why_gone(member)
+        return each.answers.get(member) or (None if gone is None else {"error": gone.partition("\n")[0]})
 
     def of(self, member: str, after: int) -> tuple[MemberRequest, ...]:
         """Returns the requests to a member that it has not received: those with numbers above `after`."""
@@ -75,21 +101,17 @@ class MemberRequests:
         if (each := self._open.get(number)) is not None and member in each.ids:
             each.answers.setdefault(member, answer)
 
-    def answers(self, number: int, why_gone: Callable[[str], str | None]) -> list[dict[str, Any]] | None:
+    def answers(self, number: int) -> list[dict[str, Any]] | None:
         """Returns a dict for each member: its `rank`, `node`, `pid`, `id`, and its `answer`, None while that is open.
 
         A member that failed or left has an `error` as answer. Returns None if the request is not known.
         """
         if (each := self._open.get(number)) is None:
             return None
-
-        def answer_of(member: str) -> Mapping[str, Any] | None:
-            gone = why_gone(member)
-            return each.answers.get(member) or (None if gone is None else {"error": gone.partition("\n")[0]})
-
+        each.asked_at = self._clock()
         return [
-            {"rank": rank, "node": member.node, "pid": member.pid, "id": member.id, "answer": answer_of(member.id)}
-            for rank, member in each.members
+            {"rank": rank, "node": who.node, "pid": who.pid, "id": who.id, "answer": self._answer(each, who.id)}
+            for rank, who in each.members
         ]
 
 

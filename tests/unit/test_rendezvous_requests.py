@@ -10,6 +10,7 @@ import pytest
 from elastic_ddp.distributed.process_group import Assignment
 from elastic_ddp.rendezvous import actor as rendezvous_module
 from elastic_ddp.rendezvous.actor import Rendezvous
+from elastic_ddp.rendezvous.member_requests import ABANDONED_AFTER_S, MemberRequests, ProfileRequest
 from elastic_ddp.rendezvous.membership import LEFT
 from elastic_ddp.rendezvous.messages import Ended, RendezvousOptions
 from elastic_ddp.telemetry.event import Event
@@ -255,3 +256,39 @@ def test_the_store_deletes_keys_of_earlier_generations(play: Play, monkeypatch: 
         assert {"generation2/key", "generation10/key"} <= set(rendezvous._store.list_keys())
 
     play(scenario)
+
+
+def test_a_profile_is_refused_until_all_ranks_of_the_one_before_have_answered(play: Play) -> None:
+    async def scenario(rendezvous: Rendezvous) -> None:
+        await rendezvous.heartbeat_address()
+        await started(rendezvous)
+        first = await rendezvous.request_profile([0, 1], 2, False)
+        assert isinstance(first, int)
+        await rendezvous.answer(member("a", 1), first, {"trace": "a"})
+        assert await rendezvous.request_profile([1], 2, False) == "another profile is not complete yet"
+        await rendezvous.answer(member("a", 0), first, {"trace": "b"})
+        second = await rendezvous.request_profile([1], 2, False)
+        assert second == first + 1
+        await rendezvous._on_failure("a1", "its process exited")
+        assert (await rendezvous.answers(second) or [])[0]["answer"] == {"error": "its process exited"}
+
+    play(scenario)
+
+
+def test_other_requests_do_not_make_an_open_one_forgotten() -> None:
+    now = 0.0
+    requests = MemberRequests(lambda member: None, lambda: now)
+    profile = ProfileRequest(generation=1, num_ranks=1, num_steps=5, memory=False, folder="profiles/1")
+    requests.add(1, [(0, member("a", 0))], profile)
+    for number in range(2, 12):
+        requests.add(number, [(0, member("a", 0))])
+    assert requests.answers(2) is not None
+    now = ABANDONED_AFTER_S / 2
+    assert requests.answers(11) is not None
+    now = ABANDONED_AFTER_S
+    requests.add(12, [(0, member("a", 0))])
+    assert [number for number in range(1, 13) if requests.answers(number) is not None] == [1, 11, 12]
+    requests.answer(1, "a0", {"trace": "a"})
+    now = 3 * ABANDONED_AFTER_S
+    requests.add(13, [(0, member("a", 0))])
+    assert [number for number in range(1, 14) if requests.answers(number) is not None] == [13]
