@@ -61,23 +61,32 @@ class Timeline:
         return [*means[:-1].tolist(), float(self._sizes[-1][1])]
 
     def samples_per_s(self, columns: int) -> list[float]:
-        """The mean throughput in each interval; steps that were redone count again."""
-        at, done = [0.0], [0.0]
-        for before, point in zip(self._history.points, self._history.points[1:], strict=False):
+        """The mean throughput in each interval; NaN where it is not between two measurements of a session.
+
+        A stall lowers it. Steps that were redone count again.
+        """
+        points = self._history.points
+        at, done, measured_s = [0.0], [0.0], [0.0]
+        for before, point in zip([*points[:1], *points], points, strict=False):
             is_same = before.session == point.session
-            more = (point.samples or 0) - (before.samples or 0) if is_same else 0
             at.append(point.at)
-            done.append(done[-1] + max(0, more))
+            done.append(done[-1] + (max(0, (point.samples or 0) - (before.samples or 0)) if is_same else 0))
+            measured_s.append(measured_s[-1] + (max(0.0, point.at - before.at) if is_same else 0.0))
         edges = np.linspace(0.0, self.length_s, columns + 1)
-        rates: list[float] = (np.diff(np.interp(edges, at, done)) / np.diff(edges)).tolist()
-        return rates
+        samples, seconds = (np.diff(np.interp(edges, at, counted)).tolist() for counted in (done, measured_s))
+        return [
+            count / spent_s if spent_s > 1e-6 else math.nan for count, spent_s in zip(samples, seconds, strict=True)
+        ]
 
     def losses(self, columns: int) -> list[float]:
-        """The last loss in each interval; NaN where there is none."""
-        found = [math.nan] * columns
+        """The last known loss in each interval; NaN before the first of a session, and after the last."""
+        found, until, session = [math.nan] * columns, 0, None
         for point in self._history.points:
             if point.loss is not None:
-                found[self._column(point.at, columns)] = point.loss
+                column = self._column(point.at, columns)
+                if session == point.session:
+                    found[until:column] = found[until - 1 : until] * (column - until)
+                found[column], until, session = point.loss, column + 1, point.session
         return found
 
     def _column(self, at: float, columns: int) -> int:

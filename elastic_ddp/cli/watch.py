@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 from rich.live import Live
 
-from elastic_ddp.cli.output import console
+from elastic_ddp.cli.output import console, print_plain
 from elastic_ddp.cli.recorded_run import RecordedRun, RunLedger
 from elastic_ddp.cli.watch_view import frame
 
@@ -28,7 +28,8 @@ def watch(
     ledger, out = RunLedger(run), console()
     events = ledger.read()
     if once or not out.is_terminal:
-        out.print(frame(events, time.time(), width=out.width, driver_is_dead=ledger.has_dead_driver()))
+        view = frame(events, time.time(), width=out.width, driver_is_dead=ledger.has_dead_driver())
+        print_plain(out, view, max_width=120)
         return
     try:
         with Live(console=out, auto_refresh=False, screen=False, vertical_overflow="crop") as live:

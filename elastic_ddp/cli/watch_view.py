@@ -13,20 +13,22 @@ from rich.table import Table
 from rich.text import Text
 
 from elastic_ddp.cli.output import format_time, plural, ranges
-from elastic_ddp.cli.phases import describe_bottleneck, format_gib
+from elastic_ddp.cli.phases import describe_bottleneck, format_gib, format_size
+from elastic_ddp.cli.run_summary import training_rate
 from elastic_ddp.cli.timeline import MARKS, Timeline, sparkline
 from elastic_ddp.report.history import read_history
 from elastic_ddp.telemetry import events, phases
 from elastic_ddp.telemetry.bottleneck import MIN_STEPS
 from elastic_ddp.telemetry.description import describe_event
 from elastic_ddp.telemetry.event import Event
-from elastic_ddp.telemetry.progress import MovingRate, clock_face
+from elastic_ddp.telemetry.progress import MovingRate, clock_face, format_rate
 from elastic_ddp.telemetry.run_state import state_of
 
 E = TypeVar("E", bound=Event)
 
 _LABEL = 11
 _NUM_RECENT = 8
+_DAY_S = 86_400
 _STYLES = {"training": "bold green", "finished": "bold green", "failed": "bold red"}
 _PHASE_STYLES = ("yellow", "green", "blue", "red", "magenta", "dim")
 
@@ -42,12 +44,15 @@ def frame(ledger: Sequence[Event], now: float, *, width: int = 80, driver_is_dea
     """
     history = read_history(ledger)
     summary, state = history.summary, state_of(ledger, driver_is_dead=driver_is_dead)
-    columns = max(20, min(width, 120) - _LABEL - 24)
+    width = min(width, 120)
+    columns = max(8, width - _LABEL - 15)
     timeline = Timeline(history, max(0.0, now - ledger[-1].time) if state.is_live else None)
-    parts: list[RenderableType] = [_heading(summary, ledger, state.text, timeline.length_s), _progress(summary, ledger)]
-    parts += [Text(), _curves(summary, ledger, timeline, columns)]
+    rate = _recent_rate(ledger) if state.is_live else None
+    parts: list[RenderableType] = [_heading(summary, ledger, state.text, timeline.length_s)]
+    parts += [_progress(summary, ledger, rate, width), Text(), _curves(summary, rate, timeline, columns)]
     parts += [Text(), _phases(summary, ledger, columns), _facts(summary, ledger, now)]
-    parts += [Text(), _members(ledger), Text(), _recent(ledger)]
+    parts += [Text(), _members(ledger)] if state.is_live else []
+    parts += [Text(), _recent(ledger, now)]
     return Group(*parts)
 
 
@@ -59,13 +64,13 @@ def _heading(summary: Mapping[str, Any], ledger: Sequence[Event], state: str, se
     )
 
 
-def _progress(summary: Mapping[str, Any], ledger: Sequence[Event]) -> Table:
+def _progress(summary: Mapping[str, Any], ledger: Sequence[Event], rate: MovingRate | None, width: int) -> Table:
     done, total = summary["steps"] or 0, _total_steps(summary, ledger)
-    line = Table.grid(padding=(0, 1))
     text = f"step {done:,}" + ("" if total is None else f" of {total:,}")
-    if total and (rate := _recent_rate(ledger).steps_per_s):
-        text += f"  {clock_face((total - done) / rate)} left"
-    bar = [ProgressBar(total=total, completed=min(done, total), width=36)] if total else []
+    if total and rate is not None and (steps_per_s := rate.steps_per_s):
+        text += f"  {clock_face((total - done) / steps_per_s)} left"
+    line, columns = Table.grid(padding=(0, 1)), min(36, width - len(text) - 2)
+    bar = [ProgressBar(total=total, completed=min(done, total), width=columns)] if total and columns >= 8 else []
     line.add_row(*bar, text)
     return line
 
@@ -78,16 +83,17 @@ def _total_steps(summary: Mapping[str, Any], ledger: Sequence[Event]) -> int | N
     return int(steps) if steps else None
 
 
-def _curves(summary: Mapping[str, Any], ledger: Sequence[Event], timeline: Timeline, columns: int) -> Table:
+def _curves(summary: Mapping[str, Any], rate: MovingRate | None, timeline: Timeline, columns: int) -> Table:
     """Workers, throughput and loss, over the same time: a dip in one stands below its cause in another."""
-    rate, rates = _recent_rate(ledger).samples_per_s, timeline.samples_per_s(columns)
-    sizes, losses = timeline.world_sizes(columns), timeline.losses(columns)
+    rates, sizes, losses = (timeline.samples_per_s(columns), timeline.world_sizes(columns), timeline.losses(columns))
+    samples_per_s, mean = (rate.samples_per_s, "") if rate is not None else (training_rate(summary), "mean ")
+    figure = "-" if samples_per_s is None else f"{mean}{format_rate(samples_per_s)}"
     rows = Table.grid(padding=(0, 2, 0, 0))
     rows.add_column(style="dim", min_width=_LABEL)
-    rows.add_column(justify="right", min_width=9)
-    rows.add_column(no_wrap=True)
+    rows.add_column(justify="right", min_width=10)
+    rows.add_column(width=columns)
     rows.add_row("workers", f"{sizes[-1]:.0f}", Text(sparkline(sizes, floor=0.0), style="cyan"))
-    rows.add_row("samples/s", "-" if rate is None else f"{rate:,.0f}", Text(sparkline(rates, floor=0.0), style="green"))
+    rows.add_row("samples/s", figure, Text(sparkline(rates, floor=0.0), style="green"))
     loss = summary["loss"]["last"]
     rows.add_row("loss", "-" if loss is None else f"{float(loss):.4g}", Text(sparkline(losses), style="magenta"))
     marks = timeline.marks(columns)
@@ -96,10 +102,12 @@ def _curves(summary: Mapping[str, Any], ledger: Sequence[Event], timeline: Timel
     end = clock_face(timeline.length_s)
     rows.add_row("", "", Text("0:00" + end.rjust(columns - 4), style="dim"))
     seen = [
-        Text.assemble((mark, style), (f" {what}", "dim")) for mark, style, what in MARKS.values() if mark in marks.plain
+        Text.assemble((mark, style), (f" {what}", "dim"), no_wrap=True)
+        for mark, style, what in MARKS.values()
+        if mark in marks.plain
     ]
     if seen:
-        rows.add_row("", "", Text("  ").join(seen))
+        rows.add_row("", "", Columns(seen, padding=(0, 2)))
     return rows
 
 
@@ -110,9 +118,10 @@ def _phases(summary: Mapping[str, Any], ledger: Sequence[Event], columns: int) -
     if (newest := phases.newest(measured, num_steps=MIN_STEPS)) is None:
         return Text()
     step_s = math.fsum(newest.phases.values()) or 1.0
-    bar, legend = Text(), []
+    bar, legend, done_s = Text(), list[Text](), 0.0
     for (name, seconds), style in zip(newest.phases.items(), _PHASE_STYLES, strict=False):
-        bar.append("█" * round((columns + 11) * seconds / step_s), style=style)
+        done_s += seconds
+        bar.append("█" * (round((columns + 12) * done_s / step_s) - len(bar)), style=style)
         legend.append(Text.assemble(("■", style), f" {name} {100 * seconds / step_s:.0f} %"))
     rows = _fact_table()
     rows.add_row("step", f"{1000 * step_s:,.1f} ms")
@@ -129,14 +138,14 @@ def _facts(summary: Mapping[str, Any], ledger: Sequence[Event], now: float) -> T
     if commits:
         newest = commits[-1]
         age = clock_face(max(0.0, now - newest.time))
-        size = "" if newest.num_bytes is None else f", {newest.num_bytes / 2**20:,.1f} MiB"
+        size = "" if newest.num_bytes is None else f", {format_size(newest.num_bytes)}"
         text = f"{len(commits):,}, newest at step {newest.step:,}, {age} ago ({newest.seconds:.2f} s{size})"
         rows.add_row("commits", text)
     if (share := summary["goodput"]["goodput"]) is not None:
         rows.add_row("goodput", f"{100 * share:.1f} %")
     left = {"failed": summary["workers_lost"], "drained": summary["workers_drained"]}
     if any(left.values()):
-        rows.add_row("lost", ", ".join(f"{plural(count, 'worker')} {what}" for what, count in left.items() if count))
+        rows.add_row("workers", ", ".join(f"{count:,} {what}" for what, count in left.items() if count))
     return rows
 
 
@@ -165,17 +174,35 @@ def _members(ledger: Sequence[Event]) -> Table:
     return rows
 
 
-def _recent(ledger: Sequence[Event]) -> Group:
+def _recent(ledger: Sequence[Event], now: float) -> Group:
+    """The newest events. Those older than a day have the date."""
+    sessions = list(dict.fromkeys(event.session for event in ledger))
     lines: list[Text] = []
     for event in reversed(ledger):
         if len(lines) == _NUM_RECENT:
             break
         if isinstance(event, events.CommitSucceeded):  # they have a line of their own
             continue
-        if (line := describe_event(event)) is not None:
-            when = format_time(event.time if event.at is None else event.at, "%H:%M:%S")
+        if (line := _describe(event, sessions)) is not None:
+            at = event.time if event.at is None else event.at
+            when = format_time(at, "%H:%M:%S" if now - at < _DAY_S else "%Y-%m-%d %H:%M:%S")
             lines.append(Text.assemble((when, "dim"), f"  {line.splitlines()[0]}", no_wrap=True, overflow="ellipsis"))
     return Group(*reversed(lines))
+
+
+def _describe(event: Event, sessions: Sequence[str]) -> str | None:
+    """The line about an event, also about the start and the end of a session."""
+    number = sessions.index(event.session) + 1
+    match event:
+        case events.SessionStarted(resumed_from_step=None):
+            return f"session {number} starts"
+        case events.SessionStarted(resumed_from_step=step):
+            return f"session {number} resumes from step {step}"
+        case events.RunFinished():
+            where = "" if event.steps is None else f" at step {event.steps}"
+            error = str(event.error or "").strip().splitlines()
+            return f"{event.status}{where}{f': {error[0]}' if error else ''}"
+    return describe_event(event, number if len(sessions) > 1 else None)
 
 
 def _fact_table() -> Table:
@@ -186,11 +213,11 @@ def _fact_table() -> Table:
 
 
 def _recent_rate(ledger: Sequence[Event]) -> MovingRate:
-    """The rate over the last 30 s of steps in the newest generation."""
+    """The rate over the last 30 s of steps in the newest session; stalls between two generations lower it."""
     rate = MovingRate()
     for event in ledger:
         match event:
-            case events.GenerationStarted():
+            case events.SessionStarted():
                 rate.clear()
             case events.StepsCompleted():
                 rate.add(event.time if event.at is None else event.at, event.step, event.samples or 0)

@@ -10,12 +10,16 @@ from elastic_ddp.telemetry.event import EXITED, Event
 WORKER_FAILED = "a worker failed"
 
 
-def describe_event(event: Event) -> str | None:
-    """Returns the line about an event that people want to see while a run trains, or None for most events."""
+def describe_event(event: Event, session: int | None = None) -> str | None:
+    """Returns the line about an event that people want to see while a run trains, or None for most events.
+
+    With the number of its session, `2.1` is the first generation of the second session.
+    """
+    of_session = "" if session is None else f"{session}."
     match event:
         case events.GenerationStarted():
             workers = "1 worker" if event.world_size == 1 else f"{event.world_size} workers"
-            return f"[step {event.first_step}] generation {event.generation} ({event.reason}): {workers}"
+            return f"[step {event.first_step}] generation {of_session}{event.generation} ({event.reason}): {workers}"
         case events.GenerationFormed(standing_by=number) if number:
             workers = "1 ready worker stands" if number == 1 else f"{number} ready workers stand"
             return f"{workers} by: even_micro_batches allows {event.world_size}"
@@ -52,10 +56,12 @@ def describe_event(event: Event) -> str | None:
         case events.WorkerFailed():
             # A worker that reports this has only seen a connection break, perhaps to a worker whose function raised.
             what = "a connection between workers broke" if event.reported_by else WORKER_FAILED
-            return f"generation {event.generation}: {what}: {event.error.splitlines()[0]}"
+            return f"generation {of_session}{event.generation}: {what}: {event.error.splitlines()[0]}"
         case events.WorkerLeft():
-            why = "it or its node is shutting down" if event.kind == "drain" else "the run was resized"
-            return f"a worker left: {why}"
+            is_drain = event.kind == "drain"
+            return (
+                "a worker was drained: it or its node is to stop" if is_drain else "a worker left: the run was resized"
+            )
         case events.NewcomerFailed():
             lines = event.error.rstrip().splitlines()
             is_crash = event.error.startswith(EXITED)  # with its stack below; otherwise it can be a traceback

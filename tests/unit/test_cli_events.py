@@ -16,9 +16,10 @@ import pytest
 from rich.console import Console
 
 from elastic_ddp.cli.recorded_run import RunLedger
-from elastic_ddp.cli.timeline import sparkline
+from elastic_ddp.cli.timeline import Timeline, sparkline
 from elastic_ddp.cli.watch_view import frame
 from elastic_ddp.errors import ConfigError, StorageError
+from elastic_ddp.report.history import read_history
 from elastic_ddp.storage.lease import DriverLease
 from elastic_ddp.storage.storage import Storage
 from elastic_ddp.telemetry import Ledger, LedgerReader, read_ledger
@@ -210,14 +211,15 @@ def test_watch_shows_what_happened_to_a_run(ledger: Ledger, clock: Clock, tmp_pa
     )
     text = shown(read_ledger(Storage(tmp_path)), clock.now + 60.0)
     lines = {line.split()[0]: line for line in text.splitlines() if line.strip()}
+    [workers, _] = [line for line in text.splitlines() if line.startswith("workers")]
     assert "training" in text.splitlines()[0] and "step 100 of 200" in text and "left" in text
-    assert lines["workers"].split()[1] == "3" and "▇" in lines["workers"]
-    assert lines["samples/s"].split()[1] == "53"  # 160 samples in 3 s
+    assert workers.split()[1] == "3" and "▇" in workers
+    assert lines["samples/s"].split()[1] == "59.3"  # 1600 samples in 27 s, over both generations
     assert lines["loss"].split()[1] == "0.9901"
     assert "bound by     compute: forward, backward" in text
     assert "300.0 ms" in text and "data 10 %" in text and "backward 60 %" in text
     assert "newest at step 50" in lines["commits"] and "0.40 s, 3.0 MiB" in lines["commits"]
-    assert "1 worker failed" in text and "✕ failed" in text and "▲" not in text
+    assert lines["workers"].split()[1:] == ["1", "failed"] and "✕ failed" in text and "▲" not in text
     assert "2 workers, rank 0-1" in lines["10.0.0.1"] and "GPU memory 3.0 GiB" in lines["10.0.0.1"]
     assert "1 worker, rank 2" in lines["10.0.0.2"] and "GPU busy 50 %" in lines["10.0.0.2"]
     assert "generation 1: a worker failed: its process exited" in text
@@ -272,10 +274,68 @@ def test_watch_fits_80_columns_and_a_run_that_has_just_started(ledger: Ledger, c
     assert all(len(line.rstrip()) <= 80 for line in out.file.getvalue().splitlines())
 
 
+def test_watch_of_an_ended_run_has_its_sessions_and_no_members(ledger: Ledger, clock: Clock, tmp_path: Path) -> None:
+    write(ledger, "session_started", config={"name": "lm", "steps": 200})
+    train(ledger, clock, workers=2, steps=range(50), seconds=2.0)
+    account = {"rendezvous": 0.0, "useful": 10.0}
+    write(ledger, "generation_ended", generation=1, last_step=50, reason="the run ended", account=account)
+    write(ledger, "finished", status="stopped", steps=50, samples=800)
+    write(ledger, "session_ended")
+    clock.now += 90_000
+    with closing(Ledger(Storage(tmp_path), "s2", clock)) as second:
+        write(second, "session_started", resumed_from_step=50, config={"name": "lm", "steps": 200})
+        train(second, clock, workers=3, steps=range(50, 90), seconds=2.0)
+        write(second, "finished", status="failed", steps=90, error="RuntimeError: boom")
+        write(second, "session_ended")
+    text = shown(read_ledger(Storage(tmp_path)), clock.now)
+    assert "left" not in text and "rank" not in text
+    lines = text.splitlines()
+    assert any(line.startswith("samples/s  ") and "mean " in line for line in lines)
+    recent = [line.strip() for line in lines[-6:]]
+    assert recent[0].endswith("session 1 starts") and len(recent[0].split()[0]) == len("2026-11-27")
+    assert "generation 1.1 (start)" in recent[1] and recent[2].endswith("stopped at step 50")
+    assert recent[3].endswith("session 2 resumes from step 50") and len(recent[3].split()[0]) == len("12:00:00")
+    assert "generation 2.1 (start)" in recent[4] and recent[5].endswith("failed at step 90: RuntimeError: boom")
+
+
+def test_curves_are_blank_where_nothing_is_known_and_span_generations(
+    ledger: Ledger, clock: Clock, tmp_path: Path
+) -> None:
+    write(ledger, "session_started")
+    clock.now += 10.0
+    train(ledger, clock, workers=2, steps=range(10), seconds=10.0)  # at 10 s and 20 s; ends at 30 s
+    train(ledger, clock, workers=1, steps=range(10, 10), seconds=10.0, generation=2)  # at 30 s
+    timeline = Timeline(read_history(read_ledger(Storage(tmp_path))), 20.0)
+    assert timeline.length_s == pytest.approx(50.0)
+    assert sparkline(timeline.samples_per_s(10), floor=0.0) == "  ▇▇▁▁    "
+    assert sparkline(timeline.losses(10)) == "  ▇▇▁▁▁   "
+
+
+def test_watch_fits_40_columns_with_all_marks_and_bars(ledger: Ledger, clock: Clock, tmp_path: Path) -> None:
+    write(ledger, "session_started", config={"name": "lm", "steps": 200})
+    train(ledger, clock, workers=4, steps=range(50), seconds=2.0)
+    write(ledger, "worker_lost", generation=1, member="m", error="its process exited")
+    clock.now += 10.0
+    write(ledger, "worker_left", generation=1, member="n", kind="drain")
+    train(ledger, clock, workers=2, steps=range(50, 100), seconds=3.0, generation=2)
+    write(ledger, "commit", step=50, seconds=0.4, num_bytes=3 << 10, generation=2)
+    out = Console(file=io.StringIO(), width=40)
+    out.print(frame(read_ledger(Storage(tmp_path)), clock.now, width=40))
+    lines = out.file.getvalue().splitlines()
+    assert all(len(line) <= 40 for line in lines)
+    [axis] = [line for line in lines if line.strip().startswith("0:00 ")]
+    [workers, _] = [line.rstrip() for line in lines if line.startswith("workers")]
+    assert workers.split()[1] == "2" and len(workers) == len(axis.rstrip()), "the curve is as long as the axis"
+    assert any("━" in line and "step 100 of 200" in line for line in lines)
+    assert any("✕ failed" in line for line in lines) and any("▼ drained" in line for line in lines)
+    assert "3.0 KiB" in " ".join(" ".join(lines).split())
+
+
 def test_watch_prints_one_view_where_there_is_no_terminal(tmp_path: Path) -> None:
     ledger_of_a_run(tmp_path)
     text = invoke("watch", str(tmp_path)).output
     assert "lm  finished" in text and "step 40" in text
+    assert all(line == line.rstrip() and len(line) <= 120 for line in text.splitlines())
 
 
 @pytest.mark.parametrize(
