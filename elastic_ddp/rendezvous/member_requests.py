@@ -23,8 +23,8 @@ class ProfileRequest:
     """A request to profile steps of a generation."""
 
     generation: int
-    num_ranks: int
-    """Number of ranks that profile. They start at the same step."""
+    ranks: tuple[int, ...]
+    """The ranks that profile. They start at the same step."""
     num_steps: int
     memory: bool
     """Whether to record memory, too."""
@@ -127,7 +127,7 @@ def plan_profile(
         return f"rank {missing[0]} has just left"
     request = ProfileRequest(
         generation=membership.generation,
-        num_ranks=len(chosen),
+        ranks=tuple(chosen),
         num_steps=num_steps,
         memory=memory,
         folder=f"{PROFILES}/{datetime.now(UTC):%Y%m%dT%H%M%SZ}",

@@ -6,6 +6,7 @@ from typing import Any
 
 from elastic_ddp.telemetry import events
 from elastic_ddp.telemetry.event import EXITED, Event
+from elastic_ddp.telemetry.request_events import Profiled
 
 WORKER_FAILED = "a worker failed"
 
@@ -51,6 +52,10 @@ def describe_event(event: Event, session: int | None = None) -> str | None:
             counts = [f"{len(names)} {kind}" for kind, names in differences.items() if names]
             source = event.uri if event.step is None else f"step {event.step} of {event.uri}"
             return f"loaded weights from {', '.join([source, *counts])}"
+        case Profiled():
+            last = event.first_step + event.num_steps - 1
+            on = "1 rank" if len(event.ranks) == 1 else f"{len(event.ranks)} ranks"
+            return f"[step {last + 1}] profiled steps {event.first_step}-{last} on {on}: {event.folder}"
         case events.Warned():
             return event.text
         case events.WorkerFailed():

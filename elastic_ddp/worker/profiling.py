@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from elastic_ddp.checkpoint.background_thread import BackgroundThread
 from elastic_ddp.errors import StorageError, format_exception
 from elastic_ddp.telemetry.events import Warned
+from elastic_ddp.telemetry.request_events import Profiled
 from elastic_ddp.worker.trace_recording import TraceRecording
 
 if TYPE_CHECKING:
@@ -115,11 +116,11 @@ class StepProfiler:
 
     def _decide(self, profile: _Profile, votes: int) -> None:
         """Prepares the recording if all ranks of the request can start."""
-        if votes == profile.number * profile.request.num_ranks:
+        if votes == profile.number * len(profile.request.ranks):
             profile.is_agreed = True
             self._attempt(self._prepare, profile)
         elif profile.num_votes > 1 and self._clock() - profile.since >= START_WITHIN_S:
-            self._drop(f"not all {profile.request.num_ranks} ranks could start within {START_WITHIN_S:g} s")
+            self._drop(f"not all {len(profile.request.ranks)} ranks could start within {START_WITHIN_S:g} s")
 
     def interrupt(self, reason: str) -> None:
         """Ends a profile with the steps that are done, or drops it if there are none."""
@@ -150,8 +151,20 @@ class StepProfiler:
         self._profile = None
         with self._client.paused_heartbeats():  # torch holds Python's lock for about 3 µs for each operator
             profile.recording.stop()
+        self._record(profile)
         steps = {"first_step": profile.first_step, "num_steps": profile.num_done, "ended_early": ended_early}
         self._in_background(partial(self._store, profile, profile.recording, steps))
+
+    def _record(self, profile: _Profile) -> None:
+        """The first of the ranks records which steps were slower than others."""
+        request, first_step = profile.request, profile.first_step
+        if profile.rank == min(request.ranks) and first_step is not None:
+            facts: dict[str, Any] = {
+                "generation": request.generation,
+                "folder": request.folder,
+                "ranks": [*request.ranks],
+            }
+            self._client.record(Profiled(first_step=first_step, num_steps=profile.num_done, **facts))
 
     def _store(self, profile: _Profile, recording: TraceRecording, steps: dict[str, Any]) -> None:
         """Stores the trace and answers. Runs in the background."""

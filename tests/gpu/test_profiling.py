@@ -51,7 +51,11 @@ def ask(run: ed.Run, at: int) -> None:
     if at == 5:
         generation = run._loop.membership.generation
         assert generation is not None
-        fields: dict[str, Any] = {"generation": generation.number, "num_ranks": run.world_size, "folder": FOLDER}
+        fields: dict[str, Any] = {
+            "generation": generation.number,
+            "ranks": tuple(range(run.world_size)),
+            "folder": FOLDER,
+        }
         profile = ProfileRequest(num_steps=3, memory=True, **fields)
         run._loop.client.profile_requests.put(MemberRequest(number=1, profile=profile))
 

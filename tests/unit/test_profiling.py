@@ -15,6 +15,8 @@ from elastic_ddp.config.run_config import RunConfig
 from elastic_ddp.distributed.process_group import ProcessGroup
 from elastic_ddp.rendezvous.member_requests import MemberRequest, ProfileRequest
 from elastic_ddp.storage.storage import Storage
+from elastic_ddp.telemetry.description import describe_event
+from elastic_ddp.telemetry.event import parse
 from elastic_ddp.worker import profiling, trace_recording
 from elastic_ddp.worker.job import Job
 from elastic_ddp.worker.loop import Loop
@@ -28,7 +30,7 @@ FOLDER = "profiles/20261127T101500Z"
 
 
 def ask(run: Run, number: int = 1, **changes: Any) -> None:
-    fields: dict[str, Any] = {"generation": 1, "num_ranks": 1, "num_steps": 2, "memory": False, "folder": FOLDER}
+    fields: dict[str, Any] = {"generation": 1, "ranks": (0,), "num_steps": 2, "memory": False, "folder": FOLDER}
     client_of(run).profile_requests.put(MemberRequest(number=number, profile=ProfileRequest(**fields | changes)))
 
 
@@ -60,6 +62,8 @@ def test_a_rank_records_the_asked_steps_and_stores_trace_and_figures(new_run: Ne
     assert len(calls) == 2 * 2 * run._loop.job.config.num_micro_batches, "two layers, in two steps"
     stored = json.loads((tmp_path / "run" / FOLDER / "rank-0-figures.json").read_text())
     assert stored == answer
+    (recorded,) = map(parse, client_of(run).events_of("profiled"))
+    assert describe_event(recorded) == f"[step 5] profiled steps 3-4 on 1 rank: {FOLDER}"
     assert not client_of(run).events_of("warning")
 
 
@@ -80,7 +84,7 @@ def test_a_second_request_is_refused_while_the_first_is_served(new_run: NewRun) 
 def test_ranks_start_only_once_all_of_them_can(new_run: NewRun, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(profiling, "START_WITHIN_S", 0.0)
     run = new_run()
-    train(run, ask_in(run, 1, num_ranks=2))
+    train(run, ask_in(run, 1, ranks=(0, 1)))
     assert answer_of(run) == {"error": "not all 2 ranks could start within 0 s"}
 
 
@@ -99,7 +103,7 @@ def train_on_two(group: ProcessGroup, folder: Path, received_in: tuple[int, int]
 
         def in_step(step: Step) -> None:
             if received_in is not None and step.index == received_in[group.rank]:
-                ask(run, generation=group.assignment.generation + 1, num_ranks=2)
+                ask(run, generation=group.assignment.generation + 1, ranks=(0, 1))
 
         outcome = train(run, in_step)
     run._loop.profiler.close()
