@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable
+from itertools import dropwhile
 
 from elastic_ddp.config.environment import hide_credentials
 from elastic_ddp.errors import format_exception
@@ -105,9 +106,10 @@ class Delivery:
         while True:
             failed_step = self._failed_step
             try:
-                self.newest = self._logger.start(self._describe())
+                run = self._describe()
+                self.newest = self._logger.start(run)
                 self._announce()
-                self._follow()
+                self._follow(run.id)
                 self._logger.finish(self._status or "")
                 self._note_success()
                 return
@@ -121,14 +123,14 @@ class Delivery:
             except Abandoned:
                 return
 
-    def _follow(self) -> None:
-        """Delivers all steps that the logger lacks, until the session ends."""
+    def _follow(self, first_session: str) -> None:
+        """Delivers all steps since a session that the logger lacks, until this session ends."""
         while True:
             with self._changed:
                 self._backlog.clear()
                 self._is_incomplete = False
             steps, last_seq = StepValues(), -1
-            for event in read_ledger(self._storage):
+            for event in dropwhile(lambda event: event.session != first_session, read_ledger(self._storage)):
                 if event.session == self._session:
                     last_seq = event.seq
                 self._log(steps.add(event))

@@ -16,7 +16,8 @@ class LoggedRun:
     uri: str
     """The run's folder, `<storage>/<name>`."""
     id: str
-    """A unique id, the same in all sessions of the run. Another run with the same name has another id."""
+    """A unique id, the same in all sessions that continue the run. A session that begins anew after an earlier one,
+    because there was no commit, has another id: its code and settings may differ, so it is another run for loggers."""
     config: Mapping[str, Any]
     """The configuration, as the ledger has it: of `env` and `runtime_env` the names only."""
     session: str
@@ -39,9 +40,9 @@ class Logger(Protocol):
         """Connects. Called at the start of each session, and after each exception.
 
         Returns:
-            The newest step that this logger has already, or None for none. `log` is then called for each later step,
-            from earlier sessions too. Read it from where the values are stored: only then each step is logged once,
-            also if the driver was killed before, within or after `log`.
+            The newest step that this logger has already for `run.id`, or None for none. `log` is then called for each
+            later step, from earlier sessions too. Read it from where the values are stored: only then each step is
+            logged once, also if the driver was killed before, within or after `log`.
         """
 
     def log(self, step: int, values: Mapping[str, float], time: float) -> None:

@@ -4,26 +4,23 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any, Self
-from uuid import uuid4
 
 from elastic_ddp.errors import ConfigError
 from elastic_ddp.loggers.delivery import Delivery
 from elastic_ddp.loggers.logger import LoggedRun, Logger
 from elastic_ddp.storage.storage import Storage
 from elastic_ddp.telemetry.event import Event
-from elastic_ddp.telemetry.ledger import list_sessions
+from elastic_ddp.telemetry.ledger import list_sessions, read_ledger
+from elastic_ddp.telemetry.step_values import beginning
 
 FINISH_TIMEOUT_S = 30.0
 """How long the end of a session waits for all loggers together."""
 RAISED_TIMEOUT_S = 5.0
 """How long a session waits for them that ends with an exception of the driver."""
 _POLL_S = 0.1
-_ID = "loggers/id"
-"""Object in the run's folder with its id."""
 
 _CLASSES = {
     "mlflow": ("mlflow", "mlflow-skinny", "elastic_ddp.loggers.mlflow", "MlflowLogger"),
@@ -84,6 +81,7 @@ class RunLoggers:
         self._notify, self._is_replaced = notify, is_replaced
         self._deliveries: list[Delivery] = []
         self._is_finished = False
+        self._id: str | None = None
 
     def start(self) -> None:
         """Starts the loggers' threads."""
@@ -150,13 +148,13 @@ class RunLoggers:
             delivery.abandon()
 
     def _describe(self) -> LoggedRun:
-        """Reads what loggers learn about the run. The first session with loggers creates the run's id."""
-        with suppress(FileExistsError):
-            self._storage.create(_ID, uuid4().hex[:16].encode())
+        """Reads what loggers learn about the run. Its id is the name of the session with which it began."""
+        if self._id is None:
+            self._id = beginning(read_ledger(self._storage)) or self._session
         return LoggedRun(
             name=self._config["name"],
             uri=self._storage.uri,
-            id=self._storage.read(_ID).decode(),
+            id=self._id,
             config=self._config,
             session=self._session,
             session_number=len({*list_sessions(self._storage), self._session}),

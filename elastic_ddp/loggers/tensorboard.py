@@ -32,6 +32,8 @@ class TensorBoardLogger:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._num_starts = 0
+        self._next = 0
+        """Steps from this one on are new: what older files have of them is not shown."""
         self.destination = ""
         self._file: _LocalFile | _Objects
 
@@ -42,23 +44,30 @@ class TensorBoardLogger:
         self.destination = storage.at(FOLDER).uri
         self._num_starts += 1
         # TensorBoard reads files in the order of their names, and the clock may be set back between sessions.
-        key = f"{FOLDER}/events.out.tfevents.{run.session_number:010d}.{run.session}.{self._num_starts:04d}"
+        name = f"events.out.tfevents.{run.session_number:010d}.{run.id}.{run.session}.{self._num_starts:04d}"
+        key = f"{FOLDER}/{name}"
         is_local = "://" not in storage.uri
         self._file = _LocalFile(Path(storage.uri, key)) if is_local else _Objects(storage, key, self._clock)
-        for key in reversed(storage.list(FOLDER)):
+        self._next = 0
+        for key in reversed([key for key in storage.list(FOLDER) if f".{run.id}." in key]):
             events = [Event.FromString(record) for record in read_records(storage.read(key))]
             if steps := [event.step for event in events if event.HasField("summary")]:
+                self._next = max(steps) + 1
                 return max(steps)
         return None
 
     def log(self, step: int, values: Mapping[str, float], time: float) -> None:
-        from tensorboardX.proto.event_pb2 import Event
+        from tensorboardX.proto.event_pb2 import Event, SessionLog
         from tensorboardX.proto.summary_pb2 import Summary
 
         scalars = [Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
         event = Event(wall_time=time, step=step, summary=Summary(value=scalars))
         header = Event(wall_time=time, file_version="brain.Event:2")
-        self._file.append(_frame(event.SerializeToString()), header=_frame(header.SerializeToString()))
+        # As `purge_step` of torch's SummaryWriter does.
+        purge = Event(wall_time=time, step=self._next, session_log=SessionLog(status=SessionLog.START))
+        start = _frame(header.SerializeToString()) + _frame(purge.SerializeToString())
+        self._file.append(_frame(event.SerializeToString()), header=start)
+        self._next = step + 1
 
     def finish(self, status: str) -> None:
         self._file.flush()

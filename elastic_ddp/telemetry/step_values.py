@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +17,12 @@ from elastic_ddp.telemetry.events import (
 )
 
 _NONFINITE = ("NaN", "Infinity", "-Infinity")
+
+
+def beginning(events: Iterable[Event]) -> str | None:
+    """Returns the newest session that began without a commit: the steps that count begin with it."""
+    begun = [event.session for event in events if isinstance(event, SessionStarted) and event.resumed_from_step is None]
+    return begun[-1] if begun else None
 
 
 @dataclass(frozen=True)
@@ -47,8 +53,9 @@ class StepValues:
     complete once an event of a later step follows, or the end of the run: an evaluation comes after its step, and some
     loggers cannot add to an earlier step.
 
-    A session that resumes from an older commit repeats steps, with the same bits. Their repetitions are left out. What
-    is reported later than its step, such as a commit, belongs to the newest step at that time.
+    A session that resumes from an older commit repeats steps, with the same bits unless the code or a setting was
+    changed. Their repetitions are left out. Pass no session before `beginning`. What is reported later than its step,
+    such as a commit, belongs to the newest step at that time.
     """
 
     def __init__(self) -> None:

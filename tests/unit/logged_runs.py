@@ -81,6 +81,8 @@ class Keeper:
         return [step for step, _ in self.kept]
 
     def start(self, run: ed.LoggedRun) -> int | None:
+        if self.runs and self.runs[-1].id != run.id:
+            self.kept.clear()
         self.runs.append(run)
         return max(self.steps, default=None)
 
@@ -98,6 +100,7 @@ class Driver:
         self.storage = Storage(folder)
         self.ledger = Ledger(self.storage, session)
         self.notes: list[str] = []
+        self._is_started = False
         self.replaced = threading.Event()
         config = {"name": folder.name, "steps": LAST}
         self.loggers = RunLoggers(loggers, self.storage, session, config, self.notes.append, self.replaced.is_set)
@@ -105,7 +108,15 @@ class Driver:
     def record(self, *events: Event) -> None:
         for event in events:
             self.ledger.append(event)
-        self.loggers.add(self.ledger.flush())
+        stored = self.ledger.flush()
+        self.start()
+        self.loggers.add(stored)
+
+    def start(self) -> None:
+        """Starts the loggers, if they are not. The ledger has the start of the session, as in a real driver."""
+        if not self._is_started:
+            self._is_started = True
+            self.loggers.start()
 
 
 @contextmanager
@@ -113,7 +124,6 @@ def driver(folder: Path, session: str, *loggers: Logger) -> Iterator[Driver]:
     """Runs a driver, which has died at the end of the block unless it has finished its loggers."""
     this = Driver(folder, session, {f"{type(logger).__name__}{n}": logger for n, logger in enumerate(loggers)})
     with this.loggers:
-        this.loggers.start()
         yield this
 
 

@@ -6,6 +6,7 @@ import json
 import threading
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from elastic_ddp.loggers import delivery, run_loggers
 from elastic_ddp.loggers.run_loggers import open_loggers
 from elastic_ddp.storage.storage import Storage
 from elastic_ddp.telemetry.event import Event
-from elastic_ddp.telemetry.events import CommitSucceeded, RunFinished, SessionStarted
+from elastic_ddp.telemetry.events import CommitSucceeded, RunFinished, SessionStarted, StepsCompleted
 from elastic_ddp.telemetry.ledger import read_ledger
 from elastic_ddp.telemetry.step_values import StepValues
 from tests.unit.logged_runs import LAST, Keeper, driver, newest_commit, session_events, step_events, until
@@ -42,10 +43,10 @@ def test_each_step_is_logged_once_if_the_driver_dies_at_any_event(tmp_path: Path
         with driver(folder, "1", has_time) as first:
             first.record(*before)
             until(lambda keeper=has_time, logged=logged: len(keeper.kept) == logged)
-        after = session_events(newest_commit(before))
-        loggers = [Keeper(has_time.kept), has_none]
+        commit = newest_commit(before)
+        loggers = [Keeper(has_time.kept if commit else None), has_none]
         with driver(folder, "2", *loggers) as second:
-            second.record(*after)
+            second.record(*session_events(commit))
             second.loggers.finish("finished")
         for keeper in loggers:
             assert keeper.steps == ALL and keeper.status == "finished", number
@@ -53,7 +54,21 @@ def test_each_step_is_logged_once_if_the_driver_dies_at_any_event(tmp_path: Path
             for (_, values), (_, others) in zip(keeper.kept, expected, strict=True):
                 names = ("loss", "grad_norm", "accuracy", "samples")
                 assert [values.get(name) for name in names] == [others.get(name) for name in names], number
-        assert has_none.runs[0].session_number == 2 and has_none.runs[0].id == has_time.runs[0].id
+        assert has_none.runs[0].session_number == 2
+        assert (has_none.runs[0].id == has_time.runs[0].id) is bool(commit)
+
+
+def test_a_session_that_begins_anew_has_another_id_and_its_own_values(tmp_path: Path) -> None:
+    first, second = Keeper(), Keeper()
+    with driver(tmp_path, "1", first) as this:
+        this.record(SessionStarted(), *step_events(1), *step_events(3))
+        until(lambda: first.steps == [1])
+    other = [replace(event, loss=9.0) if isinstance(event, StepsCompleted) else event for event in session_events()]
+    with driver(tmp_path, "2", second) as this:
+        this.record(*other)
+        this.loggers.finish("finished")
+    assert second.runs[0].id != first.runs[0].id
+    assert second.steps == ALL and {values["loss"] for _, values in second.kept} == {9.0}
 
 
 class Failing(Keeper):
@@ -191,6 +206,7 @@ def test_an_event_that_comes_while_the_ledger_is_read_counts_once(
 
     monkeypatch.setattr(delivery, "read_ledger", read)
     with driver(tmp_path, "1", keeper) as this:
+        this.start()
         until(lambda: keeper.steps == [1, 2])
         this.record(RunFinished(status="finished"))
         this.loggers.finish("finished")

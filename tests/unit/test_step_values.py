@@ -64,7 +64,7 @@ def test_an_evaluation_between_two_logged_steps_has_a_record_of_its_own() -> Non
 
 
 def test_an_evaluation_that_the_driver_did_not_live_to_see_joins_the_repeated_step() -> None:
-    found = records([loss(1), loss(2), SessionStarted(), loss(2), accuracy(2, 0.9), loss(3), END])
+    found = records([loss(1), loss(2), SessionStarted(resumed_from_step=1), loss(2), accuracy(2, 0.9), loss(3), END])
     assert [(record.step, record.values.get("accuracy")) for record in found] == [(1, None), (2, 0.9), (3, None)]
 
 

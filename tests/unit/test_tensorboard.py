@@ -10,7 +10,8 @@ import pytest
 import elastic_ddp as ed
 from elastic_ddp.loggers.tensorboard import FOLDER, TensorBoardLogger
 from elastic_ddp.storage.storage import Storage
-from tests.unit.logged_runs import LAST, driver, newest_commit, session_events
+from elastic_ddp.telemetry.events import SessionStarted
+from tests.unit.logged_runs import LAST, driver, newest_commit, session_events, until
 
 ALL = list(range(1, LAST + 1))
 
@@ -48,6 +49,19 @@ def test_tensorboard_has_each_step_once_if_the_driver_dies_at_any_event(tmp_path
         found = read(folder)
         assert found["loss"] == [(step, pytest.approx(1 / step)) for step in ALL], number
         assert [step for step, _ in found["accuracy"]] == [2, 4, 6]
+
+
+def test_a_session_that_begins_anew_replaces_all_values_of_earlier_ones(tmp_path: Path) -> None:
+    with driver(tmp_path, "20261120T101500Z-000000", TensorBoardLogger()) as first:
+        first.record(*session_events()[:12])
+        (delivery,) = first.loggers._deliveries
+        until(lambda: delivery.newest == 3)
+    began = SessionStarted()
+    late = [event for event in session_events() if getattr(event, "step", LAST) >= 3]
+    with driver(tmp_path, "20261120T101600Z-000000", TensorBoardLogger()) as second:
+        second.record(*([] if began in late else [began]), *late)
+        second.loggers.finish("finished")
+    assert [step for step, _ in read(tmp_path)["loss"]] == [3, 4, 5, 6]
 
 
 def test_a_record_that_a_kill_cut_off_is_written_again(tmp_path: Path) -> None:

@@ -50,20 +50,20 @@ def run(*arguments: object, program: str = LOG_AND_DIE, **environment: str) -> s
     )
 
 
-def wandb_steps(folder: Path) -> list[int]:
-    """Returns the steps in the files of all offline sessions, in the order of these."""
+def wandb_steps(folder: Path, run_id: str = "1") -> list[int]:
+    """Returns the steps of a W&B run in the files of all offline sessions, in the order of these."""
     from wandb.proto.wandb_internal_pb2 import Record
 
     records = [
         Record.FromString(data)
-        for file in sorted(folder.glob("wandb/offline-run-*/*.wandb"))
+        for file in sorted(folder.glob(f"wandb/offline-run-*-{run_id}/*.wandb"))
         for data in read_records(file.read_bytes())
     ]
     return [record.history.step.num for record in records if record.HasField("history")]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [3, 12, 30])
+@pytest.mark.parametrize("number", [3, 17, 30])
 def test_wandb_offline_has_each_step_once_after_a_kill_of_the_driver(tmp_path: Path, number: int) -> None:
     pytest.importorskip("wandb")
     events = session_events()
@@ -71,10 +71,11 @@ def test_wandb_offline_has_each_step_once_after_a_kill_of_the_driver(tmp_path: P
     assert first.returncode == -9, first.stderr
     second = run(tmp_path, 2, newest_commit(events[:number]), -1, WANDB_MODE="offline")
     assert second.returncode == 0, second.stderr
-    assert wandb_steps(tmp_path) == ALL
-    again = run(tmp_path, 3, 0, -1, WANDB_MODE="offline")
+    run_id = "1" if newest_commit(events[:number]) else "2"  # without a commit, the second session begins anew
+    assert wandb_steps(tmp_path, run_id) == ALL
+    again = run(tmp_path, 3, 3, -1, WANDB_MODE="offline")
     assert again.returncode == 0, again.stderr
-    assert wandb_steps(tmp_path) == ALL, "a later session finds what the file of the second has"
+    assert wandb_steps(tmp_path, run_id) == ALL, "a later session finds what the file of the second has"
 
 
 KILL_THE_SERVICE = """
@@ -138,9 +139,9 @@ def database(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.slow
 def test_mlflow_has_each_step_once_after_a_kill_of_the_driver(tmp_path: Path, database: None) -> None:
     folder, events = tmp_path / "run", session_events()
-    for session, number in enumerate((3, 12, 20)):
+    for session, before in enumerate((events[:20], session_events(3)[:3], session_events(3)[:9])):
         with driver(folder, str(session), MlflowLogger()) as first:
-            first.record(*events[:number])
+            first.record(*before)
         for thread in threading.enumerate():
             if thread.name.startswith("logger-"):  # a kill would have ended it
                 thread.join(60)
