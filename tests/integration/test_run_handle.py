@@ -125,7 +125,7 @@ def test_a_live_run_serves_all_requests(undisturbed: Mapping[str, Any], connecte
         shown = command(cluster, "status", NAME)
         assert "training" in shown and handle.status()["members"][0]["node_id"] in shown
         watched = command(cluster, "watch", uri)
-        assert f"{NAME}  training" in watched and "2 workers drained" in watched and "▼ left" in watched
+        assert f"{NAME}  training" in watched and "2 drained" in watched and "▼ drained" in watched
         facts = finish(folder, run)
     assert jobs.same_bits(facts, undisturbed)
     assert no_step_is_repeated(facts)
