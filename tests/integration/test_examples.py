@@ -26,6 +26,8 @@ OPTIONS = {
     "elastic.py": [],
     "finetune_text.py": ["--workers", "1"],
 }
+CHAOS = {"elastic.py", "fp16.py", "longer_schedule.py"}
+"""Examples that `make test` has no time for."""
 Outputs = dict[str, Future[str]]
 
 
@@ -39,7 +41,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def outputs(folder: Path, request: pytest.FixtureRequest) -> Iterator[Outputs]:
     """What each example prints. They run on one Ray, two at a time: most of their time is the start of a run."""
     tests = {item.name for item in request.session.items}  # those of `make test`, or of `make chaos`, too
-    names = [name for name in OPTIONS if name != "elastic.py" or test_the_elastic_form_learns.__name__ in tests]
+    names = [name for name in OPTIONS if name not in CHAOS or test_the_elastic_form_learns.__name__ in tests]
     node = {"num_cpus": 8, "include_dashboard": False, "object_store_memory": 4 * 10**8}
     cluster = Cluster(True, head_node_args=node)
 
@@ -66,6 +68,7 @@ def test_the_contrastive_example_learns_the_classes_without_labels(outputs: Outp
     assert found and float(found[1]) > 0.9, output
 
 
+@pytest.mark.chaos
 def test_the_fp16_example_skips_overflowing_steps_and_learns(outputs: Outputs) -> None:
     output = outputs["fp16.py"].result()
     found = re.search(r"error rate ([\d.]+); (\d+) steps skipped; loss scale (\d+)", output)
@@ -84,6 +87,7 @@ def test_the_example_of_image_classification_recognizes_digits_and_keeps_the_bes
     assert 1 <= len(list((folder / "runs/digits/checkpoints/commits").iterdir())) <= 3
 
 
+@pytest.mark.chaos
 def test_the_example_of_a_longer_schedule_continues_at_half_its_learning_rate(outputs: Outputs) -> None:
     output = outputs["longer_schedule.py"].result()
     found = re.findall(r"(\d+) steps: loss [\d.]+; learning rate ([\d.]+) in the middle, ([\d.]+) at the end", output)
