@@ -278,7 +278,7 @@ def test_a_profile_is_refused_until_all_ranks_of_the_one_before_have_answered(pl
 def test_other_requests_do_not_make_an_open_one_forgotten() -> None:
     now = 0.0
     requests = MemberRequests(lambda member: None, lambda: now)
-    profile = ProfileRequest(generation=1, num_ranks=1, num_steps=5, memory=False, folder="profiles/1")
+    profile = ProfileRequest(generation=1, ranks=(0,), num_steps=5, memory=False, folder="profiles/1")
     requests.add(1, [(0, member("a", 0))], profile)
     for number in range(2, 12):
         requests.add(number, [(0, member("a", 0))])
