@@ -22,7 +22,7 @@ def events(
     kind: Annotated[
         list[str] | None, typer.Option(help="Print events of this kind only, such as commit. May be repeated.")
     ] = None,
-    follow: Annotated[bool, typer.Option("--follow", help="Print new events as well, until the session ends.")] = False,
+    follow: Annotated[bool, typer.Option("--follow", help="Print new events as well, until the driver ends.")] = False,
     last: Annotated[
         int | None,
         typer.Option(metavar="N", min=1, help="Print the last N events only; with --follow, also those that follow."),

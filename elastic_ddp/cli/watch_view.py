@@ -48,7 +48,7 @@ def frame(ledger: Sequence[Event], now: float, *, width: int = 80, driver_is_dea
     columns = max(8, width - _LABEL - 15)
     timeline = Timeline(history, max(0.0, now - ledger[-1].time) if state.is_live else None)
     rate = _recent_rate(ledger) if state.is_live else None
-    parts: list[RenderableType] = [_heading(summary, ledger, state.text, timeline.length_s)]
+    parts: list[RenderableType] = [_heading(summary, state.text, timeline.length_s)]
     parts += [_progress(summary, ledger, rate, width), Text(), _curves(summary, rate, timeline, columns)]
     parts += [Text(), _phases(summary, ledger, columns), _facts(summary, ledger, now)]
     parts += [Text(), _members(ledger)] if state.is_live else []
@@ -56,7 +56,7 @@ def frame(ledger: Sequence[Event], now: float, *, width: int = 80, driver_is_dea
     return Group(*parts)
 
 
-def _heading(summary: Mapping[str, Any], ledger: Sequence[Event], state: str, seconds: float) -> Text:
+def _heading(summary: Mapping[str, Any], state: str, seconds: float) -> Text:
     sessions = f"  session {summary['sessions']}" if summary["sessions"] > 1 else ""
     style = _STYLES.get(state, "bold yellow")
     return Text.assemble(

@@ -149,8 +149,8 @@ class PhasesMeasured(TrainingEvent, event="phases"):
     """Number of steps measured."""
     phases: Mapping[str, float] = field(default_factory=dict)
     """Seconds of each phase in one step, averaged over steps and ranks. Together they are the duration of a step. The
-    phases are `data` (waiting for the next micro-batch), `forward`, `backward`, `communication` (as far as the backward
-    does not hide it; waiting for a slow rank counts here), `optimizer`, and `other`."""
+    phases are `data` (waiting for the next micro-batch), `forward`, `backward`, `communication` (waiting for other
+    ranks, without what overlaps with the backward), `optimizer`, and `other`."""
     in_other: Mapping[str, float] = field(default_factory=dict)
     """Seconds of two parts of `other`: `evaluation`, and `commit` (waiting for one). The rest is code between steps."""
     work_s: list[float] = field(default_factory=list)

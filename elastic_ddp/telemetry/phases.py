@@ -15,7 +15,7 @@ StepPhase = Literal["data", "forward", "backward", "communication", "optimizer",
 data: waiting for the next micro-batch.
 forward: the code in the loop over `micro_batches()`, up to `step.backward`.
 backward: `step.backward`, without communication.
-communication: waiting for other ranks, as far as the backward does not hide it. Waiting for a slow rank counts here.
+communication: waiting for other ranks, such as a slow one. What overlaps with the backward does not count.
 optimizer: the step of optimizers and schedulers.
 other: the rest, such as code outside of `with step`, evaluations, and the time for which a commit holds up training.
 """

@@ -69,7 +69,7 @@ class HostTimer:
 class DeviceTimer:
     """CUDA events on the current stream. An interval between two includes what the stream waits for in between.
 
-    So communication, copies and the host count as far as they hold up the stream. Never synchronizes.
+    Communication, copies and the host count only while the stream waits for them. Never synchronizes.
     """
 
     def __init__(self, device: torch.device) -> None:

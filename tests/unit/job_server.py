@@ -74,7 +74,7 @@ class JobServer:
 
 @dataclass
 class Gcs:
-    """The GCS, as far as it has the records of a server's jobs."""
+    """The part of the GCS that has the records of a server's jobs."""
 
     server: JobServer
 
