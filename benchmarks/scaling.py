@@ -28,14 +28,12 @@ ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = [str(ROOT), str(ROOT / "benchmarks"), str(ROOT / "examples")]
 sys.path[:0] = FOLDERS
 
-import numpy as np  # noqa: E402
-import pyarrow as pa  # noqa: E402
-import pyarrow.parquet as pq  # noqa: E402
 import torch  # noqa: E402
 from gpt import GPT, next_byte_loss  # noqa: E402
+from machine import busy_seconds, describe_machine, processes_below  # noqa: E402
 from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
-from steps import busy_seconds, describe_machine, processes_below  # noqa: E402
+from windows import write_random_windows  # noqa: E402
 
 import elastic_ddp as ed  # noqa: E402
 from elastic_ddp.storage.storage import Storage  # noqa: E402
@@ -51,13 +49,6 @@ MICRO_BATCH_SIZE = {False: 8, True: 16}
 ROWS = 16_384
 WARMUP_STEPS = 5
 """One of them is logged last: with `log_every_steps = 4`, the steps 1, 5, 9, ... are."""
-
-
-def write_dataset(folder: Path, context: int) -> None:
-    """Writes random windows of bytes in the format of `examples/text.py`. Their values do not affect the time."""
-    values = np.random.default_rng(0).integers(0, 256, ROWS * (context + 1), dtype=np.uint8)
-    table = pa.table({"window": pa.FixedSizeListArray.from_arrays(pa.array(values), context + 1)})
-    pq.write_table(table, folder / "part-0.parquet", row_group_size=256)
 
 
 def fit(folder: Path, setting: dict[str, Any]) -> None:
@@ -76,15 +67,19 @@ def fit(folder: Path, setting: dict[str, Any]) -> None:
                 step.optimize()
 
     size = MICRO_BATCH_SIZE[gpu]
-    config = {"name": setting["name"], "storage": str(folder / "runs"), "steps": WARMUP_STEPS + setting["steps"]}
-    config |= {"global_batch_size": size * setting["micro_batches"], "micro_batch_size": size}
-    config |= {
+    config = {
+        "name": setting["name"],
+        "storage": str(folder / "runs"),
+        "steps": WARMUP_STEPS + setting["steps"],
+        "global_batch_size": size * setting["micro_batches"],
+        "micro_batch_size": size,
         "min_workers": workers,
         "max_workers": workers,
+        "reduction": setting["reduction"],
         "log_every_steps": WARMUP_STEPS - 1,
-    }  # the last step of the warm-up is logged
-    config |= {"reduction": setting["reduction"], "checkpoint": {"every_steps": 1_000_000}}
-    config |= {"precision": "bf16", "resources_per_worker": {"CPU": 1, "GPU": 1}} if gpu else {}
+        "checkpoint": {"every_steps": 1_000_000},
+        **({"precision": "bf16", "resources_per_worker": {"CPU": 1, "GPU": 1}} if gpu else {}),
+    }
     num_gpus = workers if gpu else 0
     ray.init("local", num_cpus=workers, num_gpus=num_gpus, include_dashboard=False, logging_level="warning")
     ed.ElasticTrainer(train, str(folder / "data"), config).fit()
@@ -200,8 +195,7 @@ def main() -> None:
     }
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as name:
         folder = Path(name)
-        (folder / "data").mkdir()
-        write_dataset(folder / "data", model["context"])
+        write_random_windows(folder / "data", rows=ROWS, context=model["context"], row_group_rows=256)
         rows = []
         for workers in sizes:
             micro_batches = options.micro_batches * (workers if options.mode == "weak" else sizes[-1])

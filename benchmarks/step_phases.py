@@ -13,11 +13,13 @@ from typing import Any
 import ray
 import torch
 from gpt import GPT, next_byte_loss
+from windows import write_random_windows
 
 import elastic_ddp as ed
 from elastic_ddp import torch_internals
 from elastic_ddp.worker.phase_clock import PhaseClock
 
+FOLDERS = (str(Path(__file__).parent), str(Path(__file__).parents[1] / "examples"))
 TURN_STEPS = 4
 WARMUP_STEPS = 20
 
@@ -83,21 +85,20 @@ def ratios(ends: Sequence[float]) -> tuple[list[float], float]:
 
 def compare_phases(
     model: dict[str, Any],
-    write_dataset: Callable[[Path], None],
     *,
     workers: int,
     micro_batch_size: int,
+    rows: int,
     accumulate: Sequence[int],
     rounds: int,
 ) -> list[dict[str, Any]]:
-    """Returns the figures for each number of micro-batches per worker and step."""
+    """Prints and returns the figures for each number of micro-batches per worker and step."""
     figures = []
-    os.environ["PYTHONPATH"] = os.pathsep.join([*(str(path) for path in _FOLDERS), os.environ.get("PYTHONPATH", "")])
+    os.environ["PYTHONPATH"] = os.pathsep.join([*FOLDERS, os.environ.get("PYTHONPATH", "")])
     os.environ["OMP_NUM_THREADS"] = "1"
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        (folder / "data").mkdir()
-        write_dataset(folder / "data")
+        write_random_windows(folder / "data", rows=rows, context=model["context"])
         ray.init("local", num_cpus=workers, include_dashboard=False, logging_level="warning")
         for count in accumulate:
             config = ed.RunConfig(
@@ -118,8 +119,9 @@ def compare_phases(
             (measured, step_s), (of_cpu, cpu_s) = (ratios(column) for column in zip(*lines, strict=True))
             figure = {"micro_batches_per_worker": count, "step_s": step_s, "ratios": measured}
             figures.append({**figure, "cpu_s": cpu_s, "cpu_ratios": of_cpu})
+            print(f"M/W = {count}, with phases relative to without:")
+            for what, found, seconds in (("a step", measured, step_s), ("CPU time of rank 0", of_cpu, cpu_s)):
+                low, median, high = statistics.quantiles(found, n=4)
+                print(f"  {what} of {1000 * seconds:.0f} ms: {median:.4f} (quartiles {low:.3f} to {high:.3f})")
         ray.shutdown()
     return figures
-
-
-_FOLDERS = (Path(__file__).parent, Path(__file__).parents[1] / "examples")

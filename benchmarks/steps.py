@@ -21,35 +21,30 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import signal
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import torch
 import torch.distributed as dist
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 EXAMPLES = str(Path(__file__).resolve().parents[1] / "examples")
 sys.path.insert(0, EXAMPLES)
 
 from gpt import GPT, next_byte_loss  # noqa: E402
+from machine import busy_seconds, describe_machine, kill_all, processes_below, signal_all  # noqa: E402
+from windows import endless_batches, write_random_windows  # noqa: E402
 
 MODEL = {"context": 64, "width": 320, "layers": 8, "heads": 5, "dropout": 0.0}
 MICRO_BATCH_SIZE = 8
@@ -60,14 +55,6 @@ LOG_EVERY_STEPS = 10
 FOREIGN_SHARE = 0.05
 SIDES = ("plain", "native", "canonical")
 TARGETS = {"native": 0.95, "canonical": 0.85}
-
-
-def write_dataset(folder: Path) -> None:
-    """Writes random windows of bytes in the format of `examples/text.py`. Their values do not affect the time."""
-    length = MODEL["context"] + 1
-    values = np.random.default_rng(0).integers(0, 256, ROWS * length, dtype=np.uint8)
-    table = pa.table({"window": pa.FixedSizeListArray.from_arrays(pa.array(values), length)})
-    pq.write_table(table, folder / "part-0.parquet", row_group_size=1024)
 
 
 class StepLog:
@@ -121,44 +108,13 @@ def run_elastic(side: str, data: str, folder: str, workers: int, accumulate: int
 # Plain DDP, as a careful user would write it.
 
 
-class Windows(Dataset):
-    """Rows of a Parquet folder in memory, fetched by the batch: the fastest form of a map-style data set."""
-
-    def __init__(self, data: str) -> None:
-        column = pq.read_table(data)["window"].combine_chunks()
-        self.windows = torch.from_numpy(column.flatten().to_numpy().reshape(len(column), -1).copy())
-
-    def __len__(self) -> int:
-        return len(self.windows)
-
-    def __getitems__(self, indices: list[int]) -> dict[str, torch.Tensor]:
-        return {"window": self.windows[indices]}
-
-
-def endless(loader: DataLoader, sampler: DistributedSampler) -> Iterator[dict[str, torch.Tensor]]:
-    for epoch in range(MANY_STEPS):
-        sampler.set_epoch(epoch)
-        yield from loader
-
-
 def run_plain(data: str, folder: str, accumulate: int) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     torch.manual_seed(0)
     model = DistributedDataParallel(GPT(**MODEL), gradient_as_bucket_view=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    rows = Windows(data)
-    sampler = DistributedSampler(rows, drop_last=True)
-    loader = DataLoader(
-        rows,
-        batch_size=MICRO_BATCH_SIZE,
-        sampler=sampler,
-        num_workers=1,
-        persistent_workers=True,
-        collate_fn=lambda batch: batch,
-        drop_last=True,
-    )
-    batches = endless(loader, sampler)
+    batches = endless_batches(data, MICRO_BATCH_SIZE, num_workers=1)
     log = StepLog(folder, dist.get_rank())
     for step in range(MANY_STEPS):
         for micro_batch in range(accumulate):
@@ -175,37 +131,6 @@ def run_plain(data: str, folder: str, accumulate: int) -> None:
 
 
 # Turns.
-
-
-def processes_below(root: int) -> dict[int, float]:
-    """Returns the CPU seconds of a process and its descendants by process id, with ended children. Needs Linux."""
-    parents, seconds = {}, {}
-    for folder in Path("/proc").iterdir():
-        if folder.name.isdigit():
-            with suppress(OSError):  # the process ended meanwhile
-                fields = (folder / "stat").read_text().rpartition(")")[2].split()
-                parents[int(folder.name)] = int(fields[1])
-                seconds[int(folder.name)] = sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
-    below = {root}
-    while more := {pid for pid, parent in parents.items() if parent in below} - below:
-        below |= more
-    return {pid: seconds[pid] for pid in below if pid in seconds}
-
-
-def signal_all(root: int, number: signal.Signals) -> None:
-    """Sends a signal to a process and its descendants, until no new one has started meanwhile."""
-    done: set[int] = set()
-    while new := set(processes_below(root)) - done:
-        for pid in new:
-            with suppress(ProcessLookupError):
-                os.kill(pid, number)
-        done |= new
-
-
-def busy_seconds() -> float:
-    """Returns the CPU seconds that this machine has used, or that its host has stolen. Needs Linux."""
-    user, nice, system, _, _, *interrupts_and_steal = map(int, Path("/proc/stat").read_text().split(maxsplit=9)[1:9])
-    return (user + nice + system + sum(interrupts_and_steal)) / os.sysconf("SC_CLK_TCK")
 
 
 @dataclass(frozen=True)
@@ -288,8 +213,7 @@ class Side:
 
     def close(self) -> None:
         if self._process.poll() is None:
-            self.signal(signal.SIGSTOP)  # stopped processes start no new ones
-            self.signal(signal.SIGKILL)
+            kill_all(self._process.pid)
             self._process.wait()
 
 
@@ -340,11 +264,6 @@ def measure(
         "turns_disturbed": sum(turn.foreign_share > FOREIGN_SHARE for taken in turns.values() for turn in taken),
         "sides": figures,
     }
-
-
-def describe_machine() -> dict[str, Any]:
-    versions = {name: version(name) for name in ("torch", "ray", "pyarrow")}
-    return {"cpus": os.cpu_count(), "load": os.getloadavg()[0], "python": platform.python_version(), **versions}
 
 
 def print_table(results: dict[str, Any], output: Path) -> None:
@@ -405,18 +324,15 @@ def main() -> None:
 def report_phases(options: argparse.Namespace) -> None:
     from step_phases import compare_phases
 
-    sizes: dict[str, Any] = {"workers": options.workers, "micro_batch_size": MICRO_BATCH_SIZE}
-    figures = compare_phases(MODEL, write_dataset, **sizes, accumulate=options.accumulate, rounds=options.rounds)
-    for setting in figures:
-        print(f"M/W = {setting['micro_batches_per_worker']}, with phases relative to without:")
-        for what, ratios, seconds in (
-            ("a step", setting["ratios"], setting["step_s"]),
-            ("CPU time of rank 0", setting["cpu_ratios"], setting["cpu_s"]),
-        ):
-            low, median, high = statistics.quantiles(ratios, n=4)
-            print(f"  {what} of {1000 * seconds:.0f} ms: {median:.4f} (quartiles {low:.3f} to {high:.3f})")
-    options.output.parent.mkdir(parents=True, exist_ok=True)
-    options.output.write_text(json.dumps({"machine": describe_machine(), "phases": figures}, indent=2) + "\n")
+    figures = compare_phases(
+        MODEL,
+        workers=options.workers,
+        micro_batch_size=MICRO_BATCH_SIZE,
+        rows=ROWS,
+        accumulate=options.accumulate,
+        rounds=options.rounds,
+    )
+    write_results({"machine": describe_machine(), "phases": figures}, options.output)
 
 
 def compare(options: argparse.Namespace) -> None:
@@ -432,8 +348,7 @@ def compare(options: argparse.Namespace) -> None:
     }
     with tempfile.TemporaryDirectory() as name:
         data = Path(name) / "data"
-        data.mkdir()
-        write_dataset(data)
+        write_random_windows(data, rows=ROWS, context=MODEL["context"])
         for accumulate in options.accumulate:
             results["settings"].append(
                 measure(
@@ -446,9 +361,13 @@ def compare(options: argparse.Namespace) -> None:
                     patience_s=options.patience_s,
                 )
             )
-    options.output.parent.mkdir(parents=True, exist_ok=True)
-    options.output.write_text(json.dumps(results, indent=2) + "\n")
+    write_results(results, options.output)
     print_table(results, options.output)
+
+
+def write_results(results: dict[str, Any], output: Path) -> None:
+    output.parent.mkdir(parents=True, exist_ok=True)
+    output.write_text(json.dumps(results, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -10,13 +10,12 @@ import json
 import re
 import statistics
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from elastic_ddp.telemetry.trace import Interval, intersection, length, union
 from gpu_parts.gate import STEP_LABEL
-
-Interval = tuple[float, float]
 
 DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 RUNTIME = ("cuda_runtime", "cuda_driver")
@@ -27,40 +26,6 @@ OURS = ("elastic_ddp/", "examples/", "gpt.py", "gpu_parts/train.py")
 """Parts of the names of the functions that a place consists of."""
 GAP_US = 10.0
 """Gaps between two kernels below this are launches."""
-
-
-def merge(intervals: Iterable[Interval]) -> list[Interval]:
-    """Returns the union of intervals, as disjoint intervals in order."""
-    merged: list[Interval] = []
-    for begin, end in sorted(intervals):
-        if merged and begin <= merged[-1][1]:
-            merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
-        else:
-            merged.append((begin, end))
-    return merged
-
-
-def length(intervals: Iterable[Interval]) -> float:
-    return sum(end - begin for begin, end in intervals)
-
-
-def clip(intervals: Iterable[Interval], window: Interval) -> list[Interval]:
-    cut = [(max(begin, window[0]), min(end, window[1])) for begin, end in intervals]
-    return [(begin, end) for begin, end in cut if begin < end]
-
-
-def intersect(left: Sequence[Interval], right: Sequence[Interval]) -> list[Interval]:
-    """Returns where both are. Each is disjoint and in order, as `merge` returns it."""
-    common, i, j = [], 0, 0
-    while i < len(left) and j < len(right):
-        begin, end = max(left[i][0], right[j][0]), min(left[i][1], right[j][1])
-        if begin < end:
-            common.append((begin, end))
-        if left[i][1] < right[j][1]:
-            i += 1
-        else:
-            j += 1
-    return common
 
 
 def gaps_between(busy: Sequence[Interval], window: Interval) -> list[Interval]:
@@ -90,7 +55,11 @@ class Trace:
         self.window = self.steps[0][0], self.steps[-1][1]
         self.main_thread = labels[0]["tid"]
         self.device = [event for category in DEVICE for event in self._by_category[category]]
-        self.busy = merge(clip(map(interval_of, self.device), self.window))
+        self.busy = self._within(self.device)
+
+    def _within(self, events: Sequence[dict[str, Any]]) -> list[Interval]:
+        """Returns the union of the times of events, inside the window."""
+        return intersection(union(map(interval_of, events)), [self.window])
 
     def places(self, times: Sequence[float], thread: Any) -> list[str]:
         """Returns the Python functions that a thread was in at each time: the innermost three of ours, or of any."""
@@ -132,7 +101,7 @@ class Trace:
         """Returns the milliseconds per step of the kernels, copies and fills that take longest, by name."""
         totals: dict[str, float] = defaultdict(float)
         for event in self.device:
-            totals[event["name"]] += length(clip([interval_of(event)], self.window))
+            totals[event["name"]] += length(self._within([event]))
         longest = sorted(totals.items(), key=lambda item: -item[1])[:most]
         return {name: total / len(self.steps) / 1000 for name, total in longest}
 
@@ -198,9 +167,8 @@ class Trace:
         """Returns, per step, how long kernels of NCCL ran, and for how much of that other kernels ran as well."""
         nccl = [event for event in self.device if "nccl" in event["name"].lower()]
         others = [event for event in self.device if event["cat"] == "kernel" and "nccl" not in event["name"].lower()]
-        exchange = merge(clip(map(interval_of, nccl), self.window))
-        compute = merge(clip(map(interval_of, others), self.window))
-        both = length(intersect(exchange, compute))
+        exchange, compute = self._within(nccl), self._within(others)
+        both = length(intersection(exchange, compute))
         count, total = len(self.steps), length(exchange)
         return {
             "step_ms": statistics.median((end - begin) / 1000 for begin, end in self.steps),

@@ -10,15 +10,13 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from gpt import GPT, Block, next_byte_loss
-from steps import Windows, endless
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, DistributedSampler
+from windows import endless_batches
 
 from gpu_parts.gate import Command, Gate
 from gpu_parts.host import Place, use_deterministic_algorithms
@@ -128,19 +126,7 @@ def run_plain(side: Side) -> None:
     replica = side.build().to(device)
     model = DistributedDataParallel(replica, device_ids=[0] if on_gpu else None, gradient_as_bucket_view=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    rows = Windows(side.data)
-    sampler: DistributedSampler[Any] = DistributedSampler(rows, drop_last=True)
-    loader = DataLoader(
-        rows,
-        batch_size=setting.micro_batch_size,
-        sampler=sampler,
-        num_workers=LOADER_PROCESSES,
-        pin_memory=on_gpu,
-        persistent_workers=True,
-        collate_fn=first_argument,
-        drop_last=True,
-    )
-    batches = endless(loader, sampler)
+    batches = endless_batches(side.data, setting.micro_batch_size, num_workers=LOADER_PROCESSES, pin_memory=on_gpu)
 
     def loss_of(batch: dict[str, torch.Tensor]) -> torch.Tensor:
         with torch.autocast(device.type, dtype=torch.bfloat16):
@@ -160,11 +146,6 @@ def run_plain(side: Side) -> None:
         optimizer.zero_grad()
         if step % LOG_EVERY_STEPS == 0:
             print(f"step {step}: loss {setting.micro_batches * loss.item():.4f}", flush=True)
-
-
-def first_argument(batch: Any) -> Any:
-    """A collate function for rows that come as a batch."""
-    return batch
 
 
 # elastic_ddp.
@@ -340,35 +321,19 @@ def repeat_backward(
         loss_of(batch).backward()
         return [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
 
-    def compare(batch: dict[str, torch.Tensor], rounds: int) -> dict[str, Any]:
+    def repeat(command: dict[str, Any]) -> Command:
+        yield from ()
+        batch = random_batch(side)
         first = compute(batch)
         if side.device == "cuda":
             torch.cuda.synchronize()
         begin, differing = time.perf_counter(), set()
-        for _ in range(rounds):
+        for _ in range(command["rounds"]):
             for position, (one, other) in enumerate(zip(first, compute(batch), strict=True)):
                 if not torch.equal(one, other):
                     differing.add(position)
-        return {
-            "parameters": len(first),
-            "differing": len(differing),
-            "ms": 1000 * (time.perf_counter() - begin) / rounds,
-        }
-
-    def repeat(command: dict[str, Any]) -> Command:
-        yield from ()
-        batch, answer = random_batch(side), {}
-        answer["as it trains"] = compare(batch, command["rounds"])
+        seconds = (time.perf_counter() - begin) / command["rounds"]
         model.zero_grad(set_to_none=True)
-        return answer
+        return {"parameters": len(first), "differing": len(differing), "ms": 1000 * seconds}
 
     return repeat
-
-
-def make_data(folder: Path, context: int, rows: int) -> None:
-    """Writes random windows of bytes, in the format of `examples/text.py`. Their values do not affect the time."""
-    import numpy as np
-    from text import write_windows
-
-    values = np.random.default_rng(0).integers(0, 256, (rows, context + 1), dtype=np.uint8)
-    write_windows(values, folder)
