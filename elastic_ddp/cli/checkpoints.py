@@ -14,8 +14,9 @@ from rich.console import Console
 from rich.filesize import decimal as format_size
 
 from elastic_ddp.cli.export import check_target, write_weights
-from elastic_ddp.cli.output import AsJson, console, format_time, plural, print_json, table
+from elastic_ddp.cli.output import AsJson, console, print_json, table
 from elastic_ddp.errors import CheckpointError, ConfigError, StorageError, printable
+from elastic_ddp.formatting import format_time, plural
 from elastic_ddp.storage.lease import DriverLease, find_holder
 from elastic_ddp.storage.storage import Storage
 from elastic_ddp.telemetry import new_session

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.text import Text
 
-from elastic_ddp.cli.output import AsJson, console, plural, print_json, table
+from elastic_ddp.cli.output import AsJson, console, print_json, table
 from elastic_ddp.config.environment import check_uri_is_public
+from elastic_ddp.formatting import plural
 from elastic_ddp.storage.storage import Storage
 
 if TYPE_CHECKING:

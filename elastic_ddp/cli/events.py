@@ -68,7 +68,7 @@ def _entry(event: Event) -> dict[str, Any]:
 
 
 def _line(event: Event, session: int) -> str:
-    when = format_timestamp(event.time if event.at is None else event.at)
+    when = format_timestamp(event.moment)
     fields = {name: value for name, value in event.to_json().items() if name not in ("event", "at")}
     return f"{when}  {session}  {event.event:<16}  {_text(fields)}".rstrip()
 

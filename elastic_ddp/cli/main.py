@@ -25,7 +25,7 @@ from elastic_ddp.cli import checkpoints
 from elastic_ddp.cli.doctor import doctor
 from elastic_ddp.cli.events import events
 from elastic_ddp.cli.live_run import LiveRun, get_run
-from elastic_ddp.cli.output import AsJson, console, format_time, plural, print_json, print_plain, table
+from elastic_ddp.cli.output import AsJson, console, print_json, print_plain, table
 from elastic_ddp.cli.phases import columns_of_ranks, describe_step
 from elastic_ddp.cli.profile import profile
 from elastic_ddp.cli.recorded_run import RecordedRun, RunLedger
@@ -37,6 +37,7 @@ from elastic_ddp.cli.undrain import undrain
 from elastic_ddp.cli.watch import watch
 from elastic_ddp.config.run_config import RunConfig, read_toml
 from elastic_ddp.errors import ConfigError, ElasticDDPError, format_exception, printable
+from elastic_ddp.formatting import first_line, format_time, plural
 from elastic_ddp.telemetry import summarize
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None)
@@ -174,8 +175,8 @@ def _describe_workers(facts: Mapping[str, Any]) -> RenderableType:
             nodes.add_row(node_id, "(drained)")
     parts: list[RenderableType] = [Text(), workers, Text(), nodes]
     if (failure := facts["last_worker_failure"]) is not None:
-        reason = failure["error"].splitlines()[0]
-        parts += [Text(), Text(f"A worker failed at {format_time(failure['time'], '%H:%M:%S')}: {reason}")]
+        when, reason = format_time(failure["time"], "%H:%M:%S"), first_line(failure["error"])
+        parts += [Text(), Text(f"A worker failed at {when}: {reason}")]
     return Group(*parts)
 
 

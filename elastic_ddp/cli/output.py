@@ -77,19 +77,9 @@ def table(*columns: str, text: tuple[str, ...] = ()) -> Table:
     return result
 
 
-def format_time(seconds: float, pattern: str = "%Y-%m-%d %H:%M:%S") -> str:
-    """Returns a Unix time in the local time zone."""
-    return datetime.fromtimestamp(seconds).astimezone().strftime(pattern)
-
-
 def format_timestamp(seconds: float) -> str:
     """Returns a Unix time in ISO 8601, such as `2026-11-27T10:54:37+01:00`."""
     return datetime.fromtimestamp(seconds).astimezone().isoformat(timespec="seconds")
-
-
-def plural(count: int, noun: str) -> str:
-    """Returns "1 worker" or "2 workers"."""
-    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
 
 
 def ranges(numbers: Sequence[int]) -> str:

@@ -47,12 +47,6 @@ def describe_bottleneck(bottleneck: Mapping[str, Any] | None) -> str:
     return "" if bottleneck is None else f"{bottleneck['kind']}: {bottleneck['reason']} {bottleneck['advice']}"
 
 
-def format_size(num_bytes: int) -> str:
-    """Returns a size such as `12.3 KiB`, `1.6 MiB` or `2.0 GiB`."""
-    power = 1 if num_bytes < 2**20 else 2 if num_bytes < 2**30 else 3
-    return f"{num_bytes / 1024**power:,.1f} {('KiB', 'MiB', 'GiB')[power - 1]}"
-
-
 def format_gib(num_bytes: int) -> str:
     return f"{num_bytes / 2**30:,.1f} GiB"
 

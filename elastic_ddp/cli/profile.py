@@ -10,8 +10,9 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from elastic_ddp.cli.live_run import LiveRun, get_run
-from elastic_ddp.cli.output import AsJson, console, plural, print_json, table
+from elastic_ddp.cli.output import AsJson, console, print_json, table
 from elastic_ddp.errors import ConfigError
+from elastic_ddp.formatting import plural
 
 _MIB = 1 << 20
 _SHOWN_OPERATORS = 5

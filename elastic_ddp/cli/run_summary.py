@@ -10,10 +10,10 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from elastic_ddp.cli.output import plural, table
+from elastic_ddp.cli.output import table
 from elastic_ddp.cli.phases import describe_bottleneck, describe_phases, format_gib
+from elastic_ddp.formatting import format_rate, plural
 from elastic_ddp.telemetry.goodput import PARTS
-from elastic_ddp.telemetry.progress import format_rate
 
 _STYLES = {
     "running": "bold green",

@@ -4,27 +4,28 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeVar
+from textwrap import shorten
+from typing import Any
 
 from rich.columns import Columns
 from rich.console import Group, RenderableType
+from rich.filesize import decimal
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from elastic_ddp.cli.output import format_time, plural, ranges
-from elastic_ddp.cli.phases import describe_bottleneck, format_gib, format_size
+from elastic_ddp.cli.output import ranges
+from elastic_ddp.cli.phases import describe_bottleneck, format_gib
 from elastic_ddp.cli.run_summary import training_rate
 from elastic_ddp.cli.timeline import MARKS, Timeline, sparkline
+from elastic_ddp.formatting import clock_face, first_line, format_rate, format_time, plural
 from elastic_ddp.report.history import read_history
 from elastic_ddp.telemetry import events, phases
 from elastic_ddp.telemetry.bottleneck import MIN_STEPS
 from elastic_ddp.telemetry.description import describe_event
-from elastic_ddp.telemetry.event import Event
-from elastic_ddp.telemetry.progress import MovingRate, clock_face, format_rate
+from elastic_ddp.telemetry.event import Event, last_of
+from elastic_ddp.telemetry.progress import MovingRate
 from elastic_ddp.telemetry.run_state import state_of
-
-E = TypeVar("E", bound=Event)
 
 _LABEL = 11
 _NUM_RECENT = 8
@@ -52,7 +53,7 @@ def frame(ledger: Sequence[Event], now: float, *, width: int = 80, driver_is_dea
     parts += [_progress(summary, ledger, rate, width), Text(), _curves(summary, rate, timeline, columns)]
     parts += [Text(), _phases(summary, ledger, columns), _facts(summary, ledger, now)]
     parts += [Text(), _members(ledger)] if state.is_live else []
-    parts += [Text(), _recent(ledger, now)]
+    parts += [Text(), _recent(ledger, now, width)]
     return Group(*parts)
 
 
@@ -76,7 +77,7 @@ def _progress(summary: Mapping[str, Any], ledger: Sequence[Event], rate: MovingR
 
 
 def _total_steps(summary: Mapping[str, Any], ledger: Sequence[Event]) -> int | None:
-    started = _last(ledger, events.SessionStarted)
+    started = last_of(ledger, events.SessionStarted)
     if started is None:
         return None
     steps = summary["total_steps"] or started.total_steps or started.config.get("steps")
@@ -138,7 +139,7 @@ def _facts(summary: Mapping[str, Any], ledger: Sequence[Event], now: float) -> T
     if commits:
         newest = commits[-1]
         age = clock_face(max(0.0, now - newest.time))
-        size = "" if newest.num_bytes is None else f", {format_size(newest.num_bytes)}"
+        size = "" if newest.num_bytes is None else f", {decimal(newest.num_bytes)}"
         text = f"{len(commits):,}, newest at step {newest.step:,}, {age} ago ({newest.seconds:.2f} s{size})"
         rows.add_row("commits", text)
     if (share := summary["goodput"]["goodput"]) is not None:
@@ -151,12 +152,12 @@ def _facts(summary: Mapping[str, Any], ledger: Sequence[Event], now: float) -> T
 
 def _members(ledger: Sequence[Event]) -> Table:
     """The ranks on each node, and what memory of their GPUs they use."""
-    formed = _last(ledger, events.GenerationFormed)
+    formed = last_of(ledger, events.GenerationFormed)
     rows = Table.grid(padding=(0, 2, 0, 0))
     rows.add_column(style="dim")
     if formed is None:
         return rows
-    measured = _last(ledger, events.PhasesMeasured)
+    measured = last_of(ledger, events.PhasesMeasured)
     if measured is None or (measured.generation, measured.session) != (formed.generation, formed.session):
         memory, busy = [], []
     else:
@@ -174,20 +175,24 @@ def _members(ledger: Sequence[Event]) -> Table:
     return rows
 
 
-def _recent(ledger: Sequence[Event], now: float) -> Group:
+def _recent(ledger: Sequence[Event], now: float, width: int) -> Table:
     """The newest events. Those older than a day have the date."""
     sessions = list(dict.fromkeys(event.session for event in ledger))
-    lines: list[Text] = []
+    lines: list[tuple[str, str]] = []
     for event in reversed(ledger):
         if len(lines) == _NUM_RECENT:
             break
         if isinstance(event, events.CommitSucceeded):  # they have a line of their own
             continue
         if (line := _describe(event, sessions)) is not None:
-            at = event.time if event.at is None else event.at
-            when = format_time(at, "%H:%M:%S" if now - at < _DAY_S else "%Y-%m-%d %H:%M:%S")
-            lines.append(Text.assemble((when, "dim"), f"  {line.splitlines()[0]}", no_wrap=True, overflow="ellipsis"))
-    return Group(*reversed(lines))
+            when = format_time(event.moment, "%H:%M:%S" if now - event.moment < _DAY_S else "%Y-%m-%d %H:%M:%S")
+            lines.append((when, shorten(first_line(line), max(60, width - 10), placeholder=" …")))
+    rows = Table.grid(padding=(0, 2, 0, 0))
+    rows.add_column(style="dim", no_wrap=True)
+    rows.add_column(overflow="fold")
+    for when, line in reversed(lines):
+        rows.add_row(when, Text(line))
+    return rows
 
 
 def _describe(event: Event, sessions: Sequence[str]) -> str | None:
@@ -200,8 +205,8 @@ def _describe(event: Event, sessions: Sequence[str]) -> str | None:
             return f"session {number} resumes from step {step}"
         case events.RunFinished():
             where = "" if event.steps is None else f" at step {event.steps}"
-            error = str(event.error or "").strip().splitlines()
-            return f"{event.status}{where}{f': {error[0]}' if error else ''}"
+            error = first_line(event.error or "")
+            return f"{event.status}{where}{f': {error}' if error else ''}"
     return describe_event(event, number if len(sessions) > 1 else None)
 
 
@@ -220,9 +225,5 @@ def _recent_rate(ledger: Sequence[Event]) -> MovingRate:
             case events.SessionStarted():
                 rate.clear()
             case events.StepsCompleted():
-                rate.add(event.time if event.at is None else event.at, event.step, event.samples or 0)
+                rate.add(event.moment, event.step, event.samples or 0)
     return rate
-
-
-def _last(ledger: Sequence[Event], kind: type[E]) -> E | None:
-    return next((event for event in reversed(ledger) if isinstance(event, kind)), None)

@@ -16,9 +16,10 @@ from typing import Any
 import ray
 from ray.job_submission import JobSubmissionClient
 
-from elastic_ddp.driver.jobs import all_jobs, last_line, restart
+from elastic_ddp.driver.jobs import all_jobs, restart
 from elastic_ddp.driver.submissions import FIRST, forbid_restart, jobs_here, newest_of
 from elastic_ddp.errors import ElasticDDPError
+from elastic_ddp.formatting import last_line
 from elastic_ddp.ray_internals.jobs import connect_to_jobs
 from elastic_ddp.ray_internals.this_job import metadata_of_this_job
 
@@ -57,7 +58,8 @@ def watch(
             client = None
             failing_since = clock() if failing_since is None else failing_since
             if clock() - failing_since > GIVE_UP_S:
-                give_up(f"the job server has accepted no request for {GIVE_UP_S / 60:g} minutes: {last_line(error)}")
+                reason = last_line(str(error)) or type(error).__name__
+                give_up(f"the job server has accepted no request for {GIVE_UP_S / 60:g} minutes: {reason}")
                 return
         sleep(POLL_S)
 

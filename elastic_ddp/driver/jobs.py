@@ -29,6 +29,7 @@ from elastic_ddp.driver.submissions import (
     why_not_restarted,
 )
 from elastic_ddp.errors import ConfigError, ElasticDDPError
+from elastic_ddp.formatting import last_line
 from elastic_ddp.ray_internals.jobs import follow_log
 from elastic_ddp.ray_internals.this_job import RUN
 
@@ -169,20 +170,20 @@ def stop_job(client: JobSubmissionClient, run: str) -> str | None:
                 client.submit_job(entrypoint="true", submission_id=next_job, metadata=dict(marker(job, STOPPED)))
             except RuntimeError as error:
                 if rejected == next_job:
-                    raise ElasticDDPError(f"the job server does not accept the request: {last_line(error)}") from error
+                    raise _rejection(error) from error
                 rejected = next_job  # the driver may have died, and may have been restarted
                 continue
         try:
             if not job.status.is_terminal():
                 client.stop_job(job.submission_id)
         except RuntimeError as error:
-            raise ElasticDDPError(f"the job server does not accept the request: {last_line(error)}") from error
+            raise _rejection(error) from error
         return job.submission_id
 
 
-def last_line(error: Exception) -> str:
-    """Returns the last line of an error's message: those of the job server contain a traceback."""
-    return next(reversed(str(error).strip().splitlines()), type(error).__name__)
+def _rejection(error: Exception) -> ElasticDDPError:
+    """Returns the error for a request that the job server has rejected; its messages contain a traceback."""
+    return ElasticDDPError(f"the job server does not accept the request: {last_line(str(error))}")
 
 
 def follow(

@@ -125,7 +125,7 @@ class RunMetrics:
                 self._record_phases(event)
             case events.CommitSucceeded():
                 self._count("commits_total")
-                self._set("last_commit_timestamp_seconds", event.at or event.time)
+                self._set("last_commit_timestamp_seconds", event.moment)
             case events.GenerationEnded() | events.RunFinished():
                 self._set_world_size(0)
         self._record_failure(event)

@@ -14,6 +14,7 @@ from collections.abc import Collection, Mapping
 from ray.job_submission import JobDetails, JobErrorType, JobStatus
 
 from elastic_ddp.errors import ElasticDDPError
+from elastic_ddp.formatting import first_line
 from elastic_ddp.ray_internals.this_job import RUN, add_job, recorded_jobs
 
 FIRST, NUMBER, RESTARTS, RESOURCES, NOT_RESTARTED = (
@@ -102,8 +103,7 @@ def describe(job: JobDetails) -> str:
         return job.status.lower()
     if job.error_type == JobErrorType.JOB_ENTRYPOINT_COMMAND_ERROR and how_it_died(job) is None:
         return f"failed: exit status {job.driver_exit_code}"
-    first_line = next(iter((job.message or "").splitlines()), "no reason is known")
-    return f"failed: {how_it_died(job) or first_line}"
+    return f"failed: {how_it_died(job) or first_line(job.message or '') or 'no reason is known'}"
 
 
 def outlook(jobs: Jobs, job: JobDetails) -> str:

@@ -9,6 +9,7 @@ from itertools import dropwhile
 
 from elastic_ddp.config.environment import hide_credentials
 from elastic_ddp.errors import format_exception
+from elastic_ddp.formatting import first_line
 from elastic_ddp.loggers.logger import LoggedRun, Logger
 from elastic_ddp.storage.storage import Storage
 from elastic_ddp.telemetry.event import Event
@@ -183,7 +184,7 @@ class Delivery:
 
     def _note_failure(self, error: BaseException) -> None:
         if self._failed_step is None:
-            reason = hide_credentials(format_exception(error)).splitlines()[0].rstrip(".")
+            reason = first_line(hide_credentials(format_exception(error))).rstrip(".")
             self._notify(
                 f"logger {self.name} failed, and training continues: {reason:.400}. Check it; the driver "
                 "retries, and sends the steps that it lacks once it works"

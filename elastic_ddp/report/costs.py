@@ -8,6 +8,9 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
+from rich.filesize import decimal
+
+from elastic_ddp.formatting import duration, plural
 from elastic_ddp.report.figure import (
     FAILED_COLOR,
     RUN_COLORS,
@@ -20,7 +23,6 @@ from elastic_ddp.report.figure import (
     time_unit,
 )
 from elastic_ddp.report.history import History
-from elastic_ddp.report.words import counted, duration, num_bytes
 from elastic_ddp.telemetry.goodput import PARTS
 
 STALL_COLORS = {"detection": "#d62728", "rendezvous": "#3b78c2", "hand_over": "#e08214", "first_step": "#8e6bbf"}
@@ -98,7 +100,7 @@ def _stalls(history: History) -> Chart | None:
             "marker": {"color": color},
             "y": list(range(len(shown))),
             "x": [costs[part] for _, costs in shown],
-            "text": [escape(f"{row['reason']}: {counted(row['world_size'], 'worker')} now") for row, _ in shown],
+            "text": [escape(f"{row['reason']}: {plural(row['world_size'], 'worker')} now") for row, _ in shown],
             "textposition": "none",
             "hovertemplate": f"%{{text}}<br>{_STALL_NAMES.get(part, part)} %{{x:.2f}} s<extra></extra>",
         }
@@ -111,7 +113,7 @@ def _stalls(history: History) -> Chart | None:
     ticks = [escape(f"step {row['first_step']:,}, {_short(row['reason'])}") for row, _ in shown]
     layout["yaxis"] |= {"autorange": "reversed", "tickvals": list(range(len(shown))), "ticktext": ticks}
     median = statistics.median(sum(costs.values()) for _, costs in found)
-    caption = f"{counted(len(found), 'change')} of the workers, median {duration(median)} until training went on."
+    caption = f"{plural(len(found), 'change')} of the workers, median {duration(median)} until training went on."
     caption += "" if usual_s is None else f" A usual step takes {duration(usual_s)}."
     caption += f" The {_MAX_STALLS} longest are shown." if len(found) > len(shown) else ""
     return Chart(title="Stalls", caption=caption, data=data, layout=layout)
@@ -149,7 +151,7 @@ def commits(histories: Sequence[History]) -> Chart | None:
         for saves, symbol in ((done, "circle"), (failed, "x")):
             if saves:
                 color = FAILED_COLOR if saves is failed else RUN_COLORS[index % len(RUN_COLORS)]
-                notes = [escape(save.error or num_bytes(save.num_bytes or 0)) for save in saves]
+                notes = [escape(save.error or decimal(save.num_bytes or 0)) for save in saves]
                 data.append(
                     {
                         **of_run(histories, index),
@@ -167,8 +169,8 @@ def commits(histories: Sequence[History]) -> Chart | None:
             sizes = [save.num_bytes for save in done if save.num_bytes]
             captions.append(
                 (f"{history.label}: " if len(histories) > 1 else "")
-                + counted(len(done), "commit")
-                + (f" of {num_bytes(statistics.median(sizes))}" if sizes else "")
+                + plural(len(done), "commit")
+                + (f" of {decimal(int(statistics.median(sizes)))}" if sizes else "")
                 + f", each durable in {duration(statistics.median(save.seconds for save in done))} (median). "
                 + f"Training waited {duration(waited_s)} for them, {waited_s / total_s:.1%} of the time."
             )

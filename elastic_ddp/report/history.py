@@ -8,7 +8,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from elastic_ddp.report.marks import DRIVER_DIED, Clock, Mark, find_marks, first_line
+from elastic_ddp.formatting import first_line
+from elastic_ddp.report.marks import DRIVER_DIED, Clock, Mark, find_marks
 from elastic_ddp.telemetry.event import Event
 from elastic_ddp.telemetry.events import (
     CommitFailed,

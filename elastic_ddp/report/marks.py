@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from elastic_ddp.report.words import counted, duration
+from elastic_ddp.formatting import duration, first_line, plural
 from elastic_ddp.telemetry.event import Event
 from elastic_ddp.telemetry.events import (
     GenerationFormed,
@@ -18,7 +18,7 @@ from elastic_ddp.telemetry.events import (
     WorkerFailed,
     WorkerLeft,
 )
-from elastic_ddp.telemetry.sessions import Session, moment
+from elastic_ddp.telemetry.sessions import Session
 
 Kind = Literal["joined", "failed", "drained", "left", "stopped", "run failed", "driver died", "resumed", "hang"]
 DRIVER_DIED = "the driver died: no event tells how its session ended"
@@ -61,7 +61,7 @@ class Clock:
     def at(self, event: Event) -> float:
         number = self._numbers[event.session]
         session = self.sessions[number]
-        return self._offsets[number] + min(max(0.0, moment(event) - session.began_at), session.length_s)
+        return self._offsets[number] + min(max(0.0, event.moment - session.began_at), session.length_s)
 
     def pause_s(self, number: int) -> float:
         """Returns the seconds between a session and the one before it."""
@@ -169,7 +169,7 @@ class _Marks:
             Mark(
                 kind=kind,
                 at=self._clock.at(event),
-                time=moment(event),
+                time=event.moment,
                 step=self._step,
                 world_size=self._size,
                 text=text,
@@ -186,9 +186,5 @@ def _named(names: Sequence[str | None]) -> str:
     """Returns "rank 1 (10.0.0.5, pid 123)" for few workers, and the number of many."""
     known = [name for name in names if name is not None]
     if len(known) < len(names) or len(names) > _MAX_NAMED:
-        return counted(len(names), "worker")
+        return plural(len(names), "worker")
     return " and ".join(filter(None, [", ".join(known[:-1]), known[-1]]))
-
-
-def first_line(text: str) -> str:
-    return text.strip().split("\n")[0][:200]

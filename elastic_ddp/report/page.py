@@ -11,10 +11,11 @@ from importlib.resources import files
 from typing import Any
 
 from elastic_ddp.errors import ConfigError, printable
+from elastic_ddp.formatting import duration, format_time, plural
 from elastic_ddp.report.charts import charts
 from elastic_ddp.report.figure import RUN_COLORS, Chart
+from elastic_ddp.report.headline import headline
 from elastic_ddp.report.history import History
-from elastic_ddp.report.words import clock_time, counted, duration, headline
 
 _MAX_MARKS, _MANY_MARKS = 200, 30
 """Events in the table; and from how many on it is folded."""
@@ -103,9 +104,9 @@ def _header(histories: Sequence[History]) -> str:
 
 def _when_and_where(history: History) -> str:
     """Start, end and nodes of a run."""
-    began, ended = clock_time(history.began), clock_time(history.ended)
+    began, ended = (format_time(time, "%Y-%m-%d %H:%M:%S %Z") for time in (history.began, history.ended))
     nodes = ", ".join(history.nodes[:_MAX_NODES]) + (", …" if len(history.nodes) > _MAX_NODES else "")
-    where = f"; {counted(len(history.nodes), 'node')}: {nodes}" if nodes else ""
+    where = f"; {plural(len(history.nodes), 'node')}: {nodes}" if nodes else ""
     return f"{began} to {ended}{where}"
 
 
@@ -173,7 +174,7 @@ def _scaling(histories: Sequence[History]) -> str:
 
 
 def _events(histories: Sequence[History]) -> str:
-    zones = list(dict.fromkeys(clock_time(history.began, "%Z") for history in histories if history.began))
+    zones = list(dict.fromkeys(format_time(history.began, "%Z") for history in histories if history.began))
     parts = [_titled(history, histories, _events_of(history, "/".join(zones))) for history in histories]
     return f"<section><h2>Events</h2>{''.join(parts)}</section>"
 
@@ -181,10 +182,10 @@ def _events(histories: Sequence[History]) -> str:
 def _events_of(history: History, zone: str) -> str:
     if not history.marks:
         return "<p>No worker joined, failed or left.</p>"
-    is_one_day = clock_time(history.began, "%j") == clock_time(history.ended, "%j")
+    is_one_day = format_time(history.began, "%j") == format_time(history.ended, "%j")
     form = "%H:%M:%S" if is_one_day else "%m-%d %H:%M:%S"
     rows = [
-        [clock_time(mark.time, form), duration(mark.at), "" if mark.step is None else f"{mark.step:,}", mark.text]
+        [format_time(mark.time, form), duration(mark.at), "" if mark.step is None else f"{mark.step:,}", mark.text]
         for mark in history.marks[:_MAX_MARKS]
     ]
     more = len(history.marks) - len(rows)

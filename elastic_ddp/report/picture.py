@@ -8,9 +8,9 @@ from collections.abc import Iterator, Sequence
 
 from elastic_ddp.errors import printable
 from elastic_ddp.report.figure import broken, loss_of, thin, time_unit
+from elastic_ddp.report.headline import headline
 from elastic_ddp.report.history import History
 from elastic_ddp.report.timeline import MARKS
-from elastic_ddp.report.words import headline
 
 _WIDTH, _LEFT, _RIGHT = 800, 56, 12
 _PANELS = {"workers": (90, 160), "training loss": (180, 398)}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from elastic_ddp.formatting import duration
 from elastic_ddp.report.figure import (
     RUN_COLORS,
     Chart,
@@ -22,7 +23,6 @@ from elastic_ddp.report.figure import (
 )
 from elastic_ddp.report.history import History, throughput
 from elastic_ddp.report.marks import Kind
-from elastic_ddp.report.words import duration
 
 MARKS: dict[Kind, tuple[str, str, str, str]] = {
     "joined": ("worker joined", "triangle-up", "▲", "#2a9d6e"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from elastic_ddp.formatting import first_line, last_line, plural
 from elastic_ddp.telemetry import events
 from elastic_ddp.telemetry.event import EXITED, Event
 from elastic_ddp.telemetry.request_events import Profiled
@@ -19,15 +20,15 @@ def describe_event(event: Event, session: int | None = None) -> str | None:
     of_session = "" if session is None else f"{session}."
     match event:
         case events.GenerationStarted():
-            workers = "1 worker" if event.world_size == 1 else f"{event.world_size} workers"
+            workers = plural(event.world_size, "worker")
             return f"[step {event.first_step}] generation {of_session}{event.generation} ({event.reason}): {workers}"
         case events.GenerationFormed(standing_by=number) if number:
-            workers = "1 ready worker stands" if number == 1 else f"{number} ready workers stand"
-            return f"{workers} by: even_micro_batches allows {event.world_size}"
+            stand = "stands" if number == 1 else "stand"
+            return f"{plural(number, 'ready worker')} {stand} by: even_micro_batches allows {event.world_size}"
         case events.CommitSucceeded():
             return f"[step {event.step}] checkpoint committed in {event.seconds:.2f} s"
         case events.CommitFailed():
-            return f"[step {event.step}] commit failed: {event.error.splitlines()[0]}"
+            return f"[step {event.step}] commit failed: {first_line(event.error)}"
         case events.CommitSkipped():
             return f"[step {event.step}] commit skipped: the previous one is still being written"
         case events.CommitRejected():
@@ -54,25 +55,23 @@ def describe_event(event: Event, session: int | None = None) -> str | None:
             return f"loaded weights from {', '.join([source, *counts])}"
         case Profiled():
             last = event.first_step + event.num_steps - 1
-            on = "1 rank" if len(event.ranks) == 1 else f"{len(event.ranks)} ranks"
-            return f"[step {last + 1}] profiled steps {event.first_step}-{last} on {on}: {event.folder}"
+            ranks = plural(len(event.ranks), "rank")
+            return f"[step {last + 1}] profiled steps {event.first_step}-{last} on {ranks}: {event.folder}"
         case events.Warned():
             return event.text
         case events.WorkerFailed():
             # A worker that reports this has only seen a connection break, perhaps to a worker whose function raised.
             what = "a connection between workers broke" if event.reported_by else WORKER_FAILED
-            return f"generation {of_session}{event.generation}: {what}: {event.error.splitlines()[0]}"
+            return f"generation {of_session}{event.generation}: {what}: {first_line(event.error)}"
         case events.WorkerLeft():
-            is_drain = event.kind == "drain"
-            return (
-                "a worker was drained: it or its node is to stop" if is_drain else "a worker left: the run was resized"
-            )
+            if event.kind == "drain":
+                return "a worker was drained: it or its node is to stop"
+            return "a worker left: the run was resized"
         case events.NewcomerFailed():
-            lines = event.error.rstrip().splitlines()
             is_crash = event.error.startswith(EXITED)  # with its stack below; otherwise it can be a traceback
-            return f"a worker failed before it trained: {lines[0 if is_crash else -1]}"
+            return f"a worker failed before it trained: {(first_line if is_crash else last_line)(event.error)}"
         case events.StartFailed():
-            return f"workers failed to start, trying again: {event.error.rstrip().splitlines()[-1]}"
+            return f"workers failed to start, trying again: {last_line(event.error)}"
         case events.HangDetected():
             return f"hang: no progress on any worker for {event.seconds:g} s; their stacks are in the ledger"
         case events.RendezvousRestarted():

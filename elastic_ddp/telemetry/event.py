@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
-from typing import Any, ClassVar, dataclass_transform
+from typing import Any, ClassVar, TypeVar, dataclass_transform
+
+E = TypeVar("E", bound="Event")
 
 EVENTS: dict[str, type[Event]] = {}
 """The event classes by name, in the order of `events.py`."""
@@ -49,6 +51,11 @@ class Event:
     session: str = ""
     """The driver's session that the event belongs to, such as `20261120T101500Z-3f9a1c`."""
 
+    @property
+    def moment(self) -> float:
+        """When it happened. A worker's clock may be ahead; it happened before the driver recorded it."""
+        return self.time if self.at is None else min(self.at, self.time)
+
     def __init_subclass__(cls, event: str | None = None) -> None:
         if event is not None:
             cls.event = event
@@ -90,6 +97,11 @@ class TrainingEvent(GenerationEvent):
 
 class AgreedEvent(TrainingEvent):
     """An event about training that all ranks know. If rank 0 fails before it has reported it, another rank does."""
+
+
+def last_of(events: Sequence[Event], kind: type[E]) -> E | None:
+    """Returns the last event of a class; None if there is none."""
+    return next((event for event in reversed(events) if isinstance(event, kind)), None)
 
 
 def parse(entry: Mapping[str, Any]) -> Event:

@@ -16,6 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from elastic_ddp.console import Tolerant
+from elastic_ddp.formatting import clock_face, format_rate, plural
 
 _REDRAW_S, _LINE_S, _UNCHANGED_LINE_S = 0.1, 5.0, 30.0
 """Seconds between updates of the live line, between plain lines, and between those that repeat a state."""
@@ -109,7 +110,7 @@ class Progress:
         if (samples_per_s := self._rate.samples_per_s) is not None:
             facts.append(f"{format_rate(samples_per_s)} samples/s")
         if self._state in ("", "training"):  # otherwise it is the size of the last generation
-            facts.append("1 worker" if self._world_size == 1 else f"{self._world_size} workers")
+            facts.append(plural(self._world_size, "worker"))
         else:
             facts.append(self._state)
         if self._total is not None and (steps_per_s := self._rate.steps_per_s):
@@ -154,15 +155,3 @@ class MovingRate:
             return None
         first, last = self._points[0], self._points[-1]
         return (last[column] - first[column]) / (last[0] - first[0]) if last[0] > first[0] else None
-
-
-def format_rate(rate: float) -> str:
-    """Returns a rate in at least three significant digits, such as `0.0417`, `23.5` or `1,234`."""
-    return f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}"
-
-
-def clock_face(seconds: float) -> str:
-    """Returns seconds such as `0:42` or `1:02:03`."""
-    minutes, rest = divmod(math.ceil(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

@@ -108,14 +108,14 @@ def read_sessions(events: Iterable[Event]) -> list[Session]:
 def _session(events: list[Event]) -> Session:
     started = next((event for event in events if isinstance(event, SessionStarted)), None)
     ends = [event for event in events if isinstance(event, RunFinished | RunFailed | SessionEnded)]
-    began_at = moment(started or events[0])
-    length_s = max(0.0, max(moment(event) for event in ends or events) - began_at)
+    began_at = (started or events[0]).moment
+    length_s = max(0.0, max(event.moment for event in ends or events) - began_at)
     generations: dict[int, Generation] = {}
     formed_at = 0.0
     for event in events:
         if not isinstance(event, GenerationEvent):
             continue
-        number, at = event.generation, moment(event) - began_at
+        number, at = event.generation, event.moment - began_at
         if isinstance(event, GenerationFormed) and number not in generations:
             formed_at = min(max(at, formed_at), length_s)
             generations[number] = Generation(
@@ -136,11 +136,6 @@ def _session(events: list[Event]) -> Session:
         first_step=(started.resumed_from_step or 0) if started is not None else None,
         generations=list(generations.values()),
     )
-
-
-def moment(event: Event) -> float:
-    """When an event happened. A worker's clock may be ahead; it happened before the driver recorded it."""
-    return event.time if event.at is None else min(event.at, event.time)
 
 
 def positive(seconds: Any) -> float:

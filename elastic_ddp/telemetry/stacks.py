@@ -62,5 +62,5 @@ def stacks_of_last_hang(events: Sequence[Event]) -> dict[str, Any] | None:
             workers.append(facts | {"place": recorded.place, "threads": parse_stacks(recorded.stacks)})
         else:
             missing.append(facts | {"place": place, "reason": "it recorded no stacks"})
-    of_hang = {"time": hang.at or hang.time, "seconds": hang.seconds, "culprits": [*hang.culprits]}
+    of_hang = {"time": hang.moment, "seconds": hang.seconds, "culprits": [*hang.culprits]}
     return {"workers": workers, "missing": missing, **of_hang}

@@ -99,7 +99,7 @@ class StepValues:
     def _add(self, step: int, event: Event, values: Mapping[str, Any], *, may_be_late: bool = False) -> None:
         """Adds values to the record of a step. If it is complete, they are repeated, or belong to the next record."""
         if self._held is None and step > self._newest:
-            self._held = _Held(step, _time_of(event), self._take_late())
+            self._held = _Held(step, event.moment, self._take_late())
         if self._held is not None and step == self._held.step:
             for name, value in _numbers(values):
                 self._held.values.setdefault(name, value)
@@ -115,7 +115,7 @@ class StepValues:
 
     def _rate(self, event: StepsCompleted) -> dict[str, float]:
         """Returns the samples per second since the last such event of the session."""
-        before, now, samples = self._counted, _time_of(event), event.samples
+        before, now, samples = self._counted, event.moment, event.samples
         self._counted = None if samples is None else (now, samples)
         if before is None or samples is None or samples < before[1] or now <= before[0]:
             return {}
@@ -136,10 +136,6 @@ def _phase_values(event: PhasesMeasured) -> Iterator[tuple[str, Any]]:
         yield "gpu/memory_bytes", max(event.memory_bytes)
     if known := [share for share in event.utilization or [] if share is not None]:
         yield "gpu/utilization", sum(known) / len(known)
-
-
-def _time_of(event: Event) -> float:
-    return event.time if event.at is None else event.at
 
 
 def _numbers(values: Mapping[str, Any]) -> Iterator[tuple[str, float]]:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any, TypeVar
+from typing import Any
 
 from elastic_ddp.errors import WorkersFailedError
 from elastic_ddp.telemetry.bottleneck import MIN_STEPS, Bottleneck, find_bottleneck
-from elastic_ddp.telemetry.event import PEER_FAILED, WORKER_FAILED, Event
+from elastic_ddp.telemetry.event import PEER_FAILED, WORKER_FAILED, Event, last_of
 from elastic_ddp.telemetry.events import (
     CommitSucceeded,
     EvaluationFinished,
@@ -27,8 +27,6 @@ from elastic_ddp.telemetry.events import (
 from elastic_ddp.telemetry.goodput import STALLS, goodput, stalls
 from elastic_ddp.telemetry.phases import mean_phases, newest, nodes_of
 from elastic_ddp.telemetry.scaling import scaling
-
-E = TypeVar("E", bound=Event)
 
 
 def summarize(events: Iterable[Event], *, name: str | None = None, storage: str | None = None) -> dict[str, Any]:
@@ -56,7 +54,7 @@ def summarize(events: Iterable[Event], *, name: str | None = None, storage: str 
         metrics (last values), evaluated_at (steps done at each metric's evaluation), storage, versions.
     """
     events = list(events)
-    started = _last(events, SessionStarted)
+    started = last_of(events, SessionStarted)
     generations = _generations(events)
     commits = [event for event in events if isinstance(event, CommitSucceeded)]
     return {
@@ -97,9 +95,9 @@ def _verdict(bottleneck: Bottleneck, measured: PhasesMeasured) -> dict[str, Any]
 
 def _outcome(events: list[Event]) -> dict[str, Any]:
     """Returns how the run ended, how far it came and how long it took."""
-    started = _last(events, SessionStarted)
+    started = last_of(events, SessionStarted)
     newest = events[events.index(started) :] if started else events  # a run that was resumed has not ended
-    failed, finished = _last(newest, RunFailed), _last(newest, RunFinished)
+    failed, finished = last_of(newest, RunFailed), last_of(newest, RunFinished)
     counts = (event.samples for event in reversed(events) if isinstance(event, StepsCompleted | RunFinished))
     samples = next((count for count in counts if count is not None), None)
     seconds = goodput(events)
@@ -132,10 +130,6 @@ def _measurements(events: list[Event]) -> dict[str, Any]:
     losses = [event for event in events if isinstance(event, StepsCompleted) and event.loss is not None]
     first, last, step = (losses[0].loss, losses[-1].loss, losses[-1].step) if losses else (None, None, None)
     return {"loss": {"first": first, "last": last, "step": step}, "metrics": metrics, "evaluated_at": evaluated_at}
-
-
-def _last(events: list[Event], kind: type[E]) -> E | None:
-    return next((event for event in reversed(events) if isinstance(event, kind)), None)
 
 
 def _last_step(events: list[Event]) -> int | None:

@@ -11,8 +11,8 @@ _ZEROS: dict[str, Any] = {"int": 0, "float": 0.0, "str": "", "bool": False}
 
 
 def ledger_event(event: str, **fields: Any) -> Event:
-    """An event by name; required fields that are not given are zero or empty."""
-    required: dict[str, Any] = {}
+    """An event by name; required fields that are not given are zero or empty. It is recorded when it happens."""
+    required: dict[str, Any] = {"time": fields.get("at") or 0.0}
     if event in EVENTS:
         for each in dataclasses.fields(EVENTS[event]):
             if each.default is each.default_factory is dataclasses.MISSING:

@@ -37,6 +37,7 @@ def step_events(step: int) -> Iterator[Event]:
     yield StepsCompleted(
         generation=1,
         at=100.0 + step,
+        time=100.0 + step,
         step=step,
         epoch=0,
         loss=1 / step,

@@ -42,6 +42,7 @@ ORDER = [
     "console",
     "temporary_folder",
     "seeding",
+    "formatting",
     "errors",
 ]
 """Top to bottom. A folder imports from those after it only; imports for type annotations count too."""

@@ -218,7 +218,7 @@ def test_watch_shows_what_happened_to_a_run(ledger: Ledger, clock: Clock, tmp_pa
     assert lines["loss"].split()[1] == "0.9901"
     assert "bound by     compute: forward, backward" in text
     assert "300.0 ms" in text and "data 10 %" in text and "backward 60 %" in text
-    assert "newest at step 50" in lines["commits"] and "0.40 s, 3.0 MiB" in lines["commits"]
+    assert "newest at step 50" in lines["commits"] and "0.40 s, 3.1 MB" in lines["commits"]
     assert lines["workers"].split()[1:] == ["1", "failed"] and "✕ failed" in text and "▲" not in text
     assert "2 workers, rank 0-1" in lines["10.0.0.1"] and "GPU memory 3.0 GiB" in lines["10.0.0.1"]
     assert "1 worker, rank 2" in lines["10.0.0.2"] and "GPU busy 50 %" in lines["10.0.0.2"]
@@ -328,7 +328,8 @@ def test_watch_fits_40_columns_with_all_marks_and_bars(ledger: Ledger, clock: Cl
     assert workers.split()[1] == "2" and len(workers) == len(axis.rstrip()), "the curve is as long as the axis"
     assert any("━" in line and "step 100 of 200" in line for line in lines)
     assert any("✕ failed" in line for line in lines) and any("▼ drained" in line for line in lines)
-    assert "3.0 KiB" in " ".join(" ".join(lines).split())
+    words = " ".join(" ".join(lines).split())
+    assert "3.1 kB" in words and "a worker was drained: it or its node is to stop" in words and "…" not in words
 
 
 def test_watch_prints_one_view_where_there_is_no_terminal(tmp_path: Path) -> None:

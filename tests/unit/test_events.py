@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from elastic_ddp.telemetry.description import describe_event
 from elastic_ddp.telemetry.event import EVENTS, UnknownEvent, parse
 from elastic_ddp.telemetry.events import CommitSucceeded
 from tests.unit.ledger_events import ledger_event
@@ -13,9 +14,19 @@ from tests.unit.ledger_events import ledger_event
 
 @pytest.mark.parametrize("name", EVENTS)
 def test_every_event_survives_a_round_trip_through_json(name: str) -> None:
-    event = ledger_event(name, at=1.5)
+    event = ledger_event(name, at=1.5, time=0.0)
     assert type(event) is EVENTS[name] and event.event == name
     assert parse(json.loads(json.dumps(event.to_json()))) == event
+
+
+@pytest.mark.parametrize("name", EVENTS)
+def test_every_event_can_be_described_even_if_its_texts_are_empty(name: str) -> None:
+    assert describe_event(ledger_event(name)) is None or isinstance(describe_event(ledger_event(name), 2), str)
+
+
+def test_an_event_happened_before_the_driver_recorded_it() -> None:
+    moments = [ledger_event("commit", at=at, time=5.0).moment for at in (None, 4.0, 6.0)]
+    assert moments == [5.0, 4.0, 5.0]
 
 
 def test_a_field_of_a_newer_version_is_dropped() -> None:
