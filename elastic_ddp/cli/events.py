@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping
+from datetime import datetime
 from typing import Annotated, Any
 
 import typer
 
-from elastic_ddp.cli.output import console, format_timestamp, json_option, print_json
+from elastic_ddp.cli.output import console, json_option, print_json
 from elastic_ddp.cli.recorded_run import RecordedRun, RunLedger
 from elastic_ddp.errors import ConfigError
 from elastic_ddp.telemetry.event import EVENTS, Event
@@ -37,19 +38,16 @@ def events(
     if unknown := [name for name in kind or () if name not in EVENTS]:
         raise ConfigError(f"--kind {unknown[0]}: there is no event of this kind. Use one of {', '.join(EVENTS)}.")
     ledger, out, sessions = RunLedger(run), console(), dict[str, int]()
-    try:
-        for batch in _follow(ledger) if follow else [ledger.read()]:
-            for event in batch:
-                sessions.setdefault(event.session, len(sessions) + 1)
-            chosen = [event for event in batch if not kind or event.event in kind]
-            for event in chosen if last is None else chosen[-last:]:
-                if as_json:
-                    print_json(_entry(event), indent=None)
-                else:
-                    out.print(_line(event, sessions[event.session]), soft_wrap=True)
-            last = None
-    except KeyboardInterrupt:
-        raise typer.Exit(130) from None
+    for batch in _follow(ledger) if follow else [ledger.read()]:
+        for event in batch:
+            sessions.setdefault(event.session, len(sessions) + 1)
+        chosen = [event for event in batch if not kind or event.event in kind]
+        for event in chosen if last is None else chosen[-last:]:
+            if as_json:
+                print_json(_entry(event), indent=None)
+            else:
+                out.print(_line(event, sessions[event.session]), soft_wrap=True)
+        last = None
 
 
 def _follow(ledger: RunLedger) -> Iterator[list[Event]]:
@@ -68,7 +66,7 @@ def _entry(event: Event) -> dict[str, Any]:
 
 
 def _line(event: Event, session: int) -> str:
-    when = format_timestamp(event.moment)
+    when = datetime.fromtimestamp(event.moment).astimezone().isoformat(timespec="seconds")
     fields = {name: value for name, value in event.to_json().items() if name not in ("event", "at")}
     return f"{when}  {session}  {event.event:<16}  {_text(fields)}".rstrip()
 

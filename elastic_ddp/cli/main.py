@@ -274,13 +274,13 @@ def show(run: RecordedRun, as_json: AsJson = False) -> None:
     It has the progress, the time, the generations and the hashes of the run. The command needs no cluster.
     """
     ledger = RunLedger(run)
-    summary = summarize(ledger.read(), storage=ledger.storage.uri)
-    if summary["status"] == "unfinished" and ledger.has_live_driver():
+    summary, is_alive = summarize(ledger.read(), storage=ledger.storage.uri), ledger.is_driver_alive()
+    if summary["status"] == "unfinished" and is_alive:
         summary["status"] = "running"
     if as_json:
         print_json(summary)
     else:
-        print_plain(console(), render(summary, driver_is_dead=ledger.has_dead_driver()))
+        print_plain(console(), render(summary, driver_is_dead=is_alive is False))
 
 
 app.command()(events)

@@ -7,13 +7,14 @@ import json
 import os
 import sys
 from collections.abc import Sequence
-from datetime import datetime
 from typing import Annotated, Any, TextIO
 
 import typer
 from rich.console import Console, RenderableType
 from rich.table import Table
 
+LABEL_WIDTH = 11
+"""Columns of the labels of `facts_table`, at least."""
 _for_json: list[TextIO] = []
 """The standard output that this process began with, once it is reserved for JSON."""
 
@@ -54,14 +55,13 @@ def console(*, stderr: bool = False) -> Console:
     return Console(stderr=stderr, width=width, markup=False, emoji=False, highlight=False)
 
 
-def print_plain(out: Console, content: RenderableType, *, max_width: int | None = None) -> None:
+def print_plain(out: Console, content: RenderableType) -> None:
     """Prints content, where there is no terminal without the blanks with which Rich fills lines."""
-    width = None if max_width is None else min(max_width, out.width)
     if out.is_terminal:
-        out.print(content, width=width)
+        out.print(content)
         return
     with out.capture() as printed:
-        out.print(content, width=width)
+        out.print(content)
     print("\n".join(line.rstrip() for line in printed.get().splitlines()))
 
 
@@ -77,9 +77,12 @@ def table(*columns: str, text: tuple[str, ...] = ()) -> Table:
     return result
 
 
-def format_timestamp(seconds: float) -> str:
-    """Returns a Unix time in ISO 8601, such as `2026-11-27T10:54:37+01:00`."""
-    return datetime.fromtimestamp(seconds).astimezone().isoformat(timespec="seconds")
+def facts_table() -> Table:
+    """Returns an empty table of a label and a fact in each row. Facts wrap."""
+    result = Table.grid(padding=(0, 2, 0, 0))
+    result.add_column(style="dim", min_width=LABEL_WIDTH)
+    result.add_column(overflow="fold")
+    return result
 
 
 def ranges(numbers: Sequence[int]) -> str:

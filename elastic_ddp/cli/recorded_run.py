@@ -52,17 +52,12 @@ class RunLedger:
         While the storage fails there are none, and the run has one.
         """
         try:
-            is_over = self.has_dead_driver()  # before the events are read
+            is_over = self.is_driver_alive() is False  # before the events are read
             return self.read(), is_over
         except StorageError:
             return [], False
 
-    def has_live_driver(self) -> bool:
-        """Whether the driver is known to be alive, which it is on its own host only."""
+    def is_driver_alive(self) -> bool | None:
+        """Whether the run has a driver that is alive; None if that is not known, as on another host."""
         driver = find_holder(self.storage)
-        return driver is not None and bool(driver.is_alive())
-
-    def has_dead_driver(self) -> bool:
-        """Whether the driver is known to be dead, or has left the run."""
-        driver = find_holder(self.storage)
-        return driver is None or driver.is_alive() is False
+        return False if driver is None else driver.is_alive()

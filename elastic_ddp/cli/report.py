@@ -39,10 +39,10 @@ def report(
     histories = []
     for run in runs:
         ledger = RunLedger(run)
-        history = read_history(ledger.read())
-        if history.summary["status"] == "unfinished" and ledger.has_live_driver():
+        history, is_alive = read_history(ledger.read()), ledger.is_driver_alive()
+        if history.summary["status"] == "unfinished" and is_alive:
             history.summary["status"] = "running"
-        elif history.summary["status"] == "unfinished" and ledger.has_dead_driver():
+        elif history.summary["status"] == "unfinished" and is_alive is False:
             history = with_dead_driver(history)
         histories.append(history)
     names = [history.label for history in histories]

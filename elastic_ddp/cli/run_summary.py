@@ -10,7 +10,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from elastic_ddp.cli.output import table
+from elastic_ddp.cli.output import facts_table, table
 from elastic_ddp.cli.phases import describe_bottleneck, describe_phases, format_gib
 from elastic_ddp.formatting import format_rate, plural
 from elastic_ddp.telemetry.goodput import PARTS
@@ -45,9 +45,7 @@ def render(summary: Mapping[str, Any], *, driver_is_dead: bool = False) -> Rende
 
 
 def _facts(summary: Mapping[str, Any], status: Text) -> Table:
-    facts = Table.grid(padding=(0, 2, 0, 0))
-    facts.add_column(style="dim", no_wrap=True)
-    facts.add_column(overflow="fold")
+    facts = facts_table()
     facts.add_row("status", status)
     total, interval_s, bottleneck = (summary[name] for name in ("total_steps", "commit_interval_s", "bottleneck"))
     loss, workers = summary["loss"], {"failed": summary["workers_lost"], "drained": summary["workers_drained"]}

@@ -17,7 +17,7 @@ from elastic_ddp.telemetry.stacks import stacks_of_last_hang
 
 Run = Annotated[
     str,
-    typer.Argument(metavar="RUN", help="A live run: its name, or <storage>/<name>. With --last-hang as in `show`."),
+    typer.Argument(metavar="RUN", help="A run: its name, or <storage>/<name>."),
 ]
 
 
@@ -35,7 +35,7 @@ def stacks(
 
     The stacks of a live run are those of now. A rank answers also while it hangs in a collective or in native code that
     does not hold Python's lock. If the run is not live, the command prints the stacks that its workers recorded in the
-    last hang. RUN is <storage>/<name> then, and no cluster is needed. Equal stacks of several ranks are printed once.
+    last hang. No cluster is needed then. Equal stacks of several ranks are printed once.
     With --json, they are those of all threads.
     """
     facts = _of_last_hang(run) if last_hang else _now(run)
@@ -53,9 +53,11 @@ def _now(run: str) -> Mapping[str, Any]:
     try:
         handle = get_run(run)
     except ConfigError as error:  # not live, or this machine is not a node of its cluster
-        if "/" not in run:
-            raise
-        if (facts := stacks_of_last_hang(RunLedger(run).read())) is None:
+        try:
+            facts = stacks_of_last_hang(RunLedger(run).read())
+        except ConfigError:  # nor is it a folder, or the name of one
+            raise error from None
+        if facts is None:
             raise ConfigError(f"{error} Its ledger has no hang.") from error
         return facts
     return handle.stacks()
@@ -71,13 +73,13 @@ def _of_last_hang(run: str) -> Mapping[str, Any]:
 def _lines(facts: Mapping[str, Any], *, all_threads: bool) -> Iterator[Text]:
     """The workers by equal stacks of their training threads, and on request the other threads of each group."""
     culprits = facts.get("culprits", ())
-    for group in _grouped(facts["workers"], lambda worker: (worker["place"], _stack(worker, 0))):
+    for group in _grouped(facts["workers"], lambda worker: (worker["place"], _stack(worker))):
         first = group[0]
         nodes = ", ".join(dict.fromkeys(str(worker["node"]) for worker in group))
         blamed = ", others waited for it" if any(worker["id"] in culprits for worker in group) else ""
         yield Text()
         yield Text(f"{_name(group)} ({nodes}), in '{first['place']}'{blamed}", style="bold")
-        yield Text(_stack(first, 0))
+        yield Text(_stack(first))
         threads = [(worker, thread) for worker in group for thread in worker["threads"][1:] if all_threads]
         for same in _grouped(threads, lambda pair: pair[1]["stack"]):
             names = ", ".join(dict.fromkeys(thread["name"] for _, thread in same))
@@ -91,9 +93,9 @@ def _lines(facts: Mapping[str, Any], *, all_threads: bool) -> Iterator[Text]:
         yield Text(f"{_name(group)} ({nodes}): {group[0]['reason']}", style="bold red")
 
 
-def _stack(worker: Mapping[str, Any], thread: int) -> str:
-    threads = worker["threads"]
-    return str(threads[thread]["stack"]) if threads else "(no thread runs Python code)"
+def _stack(worker: Mapping[str, Any]) -> str:
+    """The stack of the training thread."""
+    return str(worker["threads"][0]["stack"]) if worker["threads"] else "(no thread runs Python code)"
 
 
 def _grouped(items: Iterable[Any], key: Any) -> list[Sequence[Any]]:

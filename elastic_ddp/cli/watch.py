@@ -10,7 +10,7 @@ from rich.live import Live
 
 from elastic_ddp.cli.output import console, print_plain
 from elastic_ddp.cli.recorded_run import RecordedRun, RunLedger
-from elastic_ddp.cli.watch_view import frame
+from elastic_ddp.cli.watch_view import MAX_WIDTH, frame
 
 _POLL_S = 1.0
 
@@ -28,18 +28,15 @@ def watch(
     ledger, out = RunLedger(run), console()
     events = ledger.read()
     if once or not out.is_terminal:
-        view = frame(events, time.time(), width=out.width, driver_is_dead=ledger.has_dead_driver())
-        print_plain(out, view, max_width=120)
+        out.width = min(out.width, MAX_WIDTH)
+        print_plain(out, frame(events, time.time(), width=out.width, driver_is_dead=ledger.is_driver_alive() is False))
         return
-    try:
-        with Live(console=out, auto_refresh=False, screen=False, vertical_overflow="crop") as live:
-            while True:
-                begun = time.monotonic()
-                added, is_dead = ledger.poll()
-                events += added
-                live.update(frame(events, time.time(), width=out.width, driver_is_dead=is_dead), refresh=True)
-                if is_dead:
-                    return
-                time.sleep(max(_POLL_S, 4 * (time.monotonic() - begun)))  # a long ledger takes seconds
-    except KeyboardInterrupt:
-        raise typer.Exit(130) from None
+    with Live(console=out, auto_refresh=False, vertical_overflow="crop") as live:
+        while True:
+            begun = time.monotonic()
+            added, is_over = ledger.poll()
+            events += added
+            live.update(frame(events, time.time(), width=out.width, driver_is_dead=is_over), refresh=True)
+            if is_over:
+                return
+            time.sleep(max(_POLL_S, 4 * (time.monotonic() - begun)))  # a long ledger takes seconds

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from itertools import islice
 from textwrap import shorten
 from typing import Any
 
@@ -14,7 +15,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from elastic_ddp.cli.output import ranges
+from elastic_ddp.cli.output import LABEL_WIDTH, facts_table, ranges
 from elastic_ddp.cli.phases import describe_bottleneck, format_gib
 from elastic_ddp.cli.run_summary import training_rate
 from elastic_ddp.cli.timeline import MARKS, Timeline, sparkline
@@ -27,8 +28,10 @@ from elastic_ddp.telemetry.event import Event, last_of
 from elastic_ddp.telemetry.progress import MovingRate
 from elastic_ddp.telemetry.run_state import state_of
 
-_LABEL = 11
-_NUM_RECENT = 8
+MAX_WIDTH = 120
+"""Columns that the view uses at most."""
+_NUM_RECENT, _MAX_CHARACTERS = 8, 100
+"""Number of recent events, and characters of each."""
 _DAY_S = 86_400
 _STYLES = {"training": "bold green", "finished": "bold green", "failed": "bold red"}
 _PHASE_STYLES = ("yellow", "green", "blue", "red", "magenta", "dim")
@@ -45,15 +48,15 @@ def frame(ledger: Sequence[Event], now: float, *, width: int = 80, driver_is_dea
     """
     history = read_history(ledger)
     summary, state = history.summary, state_of(ledger, driver_is_dead=driver_is_dead)
-    width = min(width, 120)
-    columns = max(8, width - _LABEL - 15)
+    width = min(width, MAX_WIDTH)
+    columns = max(8, width - LABEL_WIDTH - 15)
     timeline = Timeline(history, max(0.0, now - ledger[-1].time) if state.is_live else None)
     rate = _recent_rate(ledger) if state.is_live else None
     parts: list[RenderableType] = [_heading(summary, state.text, timeline.length_s)]
     parts += [_progress(summary, ledger, rate, width), Text(), _curves(summary, rate, timeline, columns)]
     parts += [Text(), _phases(summary, ledger, columns), _facts(summary, ledger, now)]
     parts += [Text(), _members(ledger)] if state.is_live else []
-    parts += [Text(), _recent(ledger, now, width)]
+    parts += [Text(), _recent(ledger, now)]
     return Group(*parts)
 
 
@@ -90,7 +93,7 @@ def _curves(summary: Mapping[str, Any], rate: MovingRate | None, timeline: Timel
     samples_per_s, mean = (rate.samples_per_s, "") if rate is not None else (training_rate(summary), "mean ")
     figure = "-" if samples_per_s is None else f"{mean}{format_rate(samples_per_s)}"
     rows = Table.grid(padding=(0, 2, 0, 0))
-    rows.add_column(style="dim", min_width=_LABEL)
+    rows.add_column(style="dim", min_width=LABEL_WIDTH)
     rows.add_column(justify="right", min_width=10)
     rows.add_column(width=columns)
     rows.add_row("workers", f"{sizes[-1]:.0f}", Text(sparkline(sizes, floor=0.0), style="cyan"))
@@ -124,7 +127,7 @@ def _phases(summary: Mapping[str, Any], ledger: Sequence[Event], columns: int) -
         done_s += seconds
         bar.append("█" * (round((columns + 12) * done_s / step_s) - len(bar)), style=style)
         legend.append(Text.assemble(("■", style), f" {name} {100 * seconds / step_s:.0f} %"))
-    rows = _fact_table()
+    rows = facts_table()
     rows.add_row("step", f"{1000 * step_s:,.1f} ms")
     rows.add_row("", bar)
     rows.add_row("", Columns(legend, padding=(0, 2)))
@@ -134,14 +137,12 @@ def _phases(summary: Mapping[str, Any], ledger: Sequence[Event], columns: int) -
 
 
 def _facts(summary: Mapping[str, Any], ledger: Sequence[Event], now: float) -> Table:
-    rows = _fact_table()
-    commits = [event for event in ledger if isinstance(event, events.CommitSucceeded)]
-    if commits:
-        newest = commits[-1]
+    rows = facts_table()
+    if (newest := last_of(ledger, events.CommitSucceeded)) is not None:
         age = clock_face(max(0.0, now - newest.time))
         size = "" if newest.num_bytes is None else f", {decimal(newest.num_bytes)}"
-        text = f"{len(commits):,}, newest at step {newest.step:,}, {age} ago ({newest.seconds:.2f} s{size})"
-        rows.add_row("commits", text)
+        facts = f"newest at step {newest.step:,}, {age} ago ({newest.seconds:.2f} s{size})"
+        rows.add_row("commits", f"{summary['commits']:,}, {facts}")
     if (share := summary["goodput"]["goodput"]) is not None:
         rows.add_row("goodput", f"{100 * share:.1f} %")
     left = {"failed": summary["workers_lost"], "drained": summary["workers_drained"]}
@@ -152,17 +153,14 @@ def _facts(summary: Mapping[str, Any], ledger: Sequence[Event], now: float) -> T
 
 def _members(ledger: Sequence[Event]) -> Table:
     """The ranks on each node, and what memory of their GPUs they use."""
-    formed = last_of(ledger, events.GenerationFormed)
-    rows = Table.grid(padding=(0, 2, 0, 0))
-    rows.add_column(style="dim")
+    formed, measured = last_of(ledger, events.GenerationFormed), last_of(ledger, events.PhasesMeasured)
+    rows, nodes = facts_table(), dict[str, list[int]]()
     if formed is None:
         return rows
-    measured = last_of(ledger, events.PhasesMeasured)
-    if measured is None or (measured.generation, measured.session) != (formed.generation, formed.session):
-        memory, busy = [], []
-    else:
+    memory: Sequence[int] = []
+    busy: Sequence[float | None] = []
+    if measured is not None and (measured.generation, measured.session) == (formed.generation, formed.session):
         memory, busy = measured.memory_bytes or [], measured.utilization or []
-    nodes: dict[str, list[int]] = {}
     for member in formed.members:
         nodes.setdefault(str(member.get("node")), []).append(int(member.get("rank", 0)))
     for node, ranks in nodes.items():
@@ -175,23 +173,15 @@ def _members(ledger: Sequence[Event]) -> Table:
     return rows
 
 
-def _recent(ledger: Sequence[Event], now: float, width: int) -> Table:
-    """The newest events. Those older than a day have the date."""
+def _recent(ledger: Sequence[Event], now: float) -> Table:
+    """The newest events except commits. Those older than a day have the date."""
     sessions = list(dict.fromkeys(event.session for event in ledger))
-    lines: list[tuple[str, str]] = []
-    for event in reversed(ledger):
-        if len(lines) == _NUM_RECENT:
-            break
-        if isinstance(event, events.CommitSucceeded):  # they have a line of their own
-            continue
-        if (line := _describe(event, sessions)) is not None:
-            when = format_time(event.moment, "%H:%M:%S" if now - event.moment < _DAY_S else "%Y-%m-%d %H:%M:%S")
-            lines.append((when, shorten(first_line(line), max(60, width - 10), placeholder=" …")))
-    rows = Table.grid(padding=(0, 2, 0, 0))
-    rows.add_column(style="dim", no_wrap=True)
-    rows.add_column(overflow="fold")
-    for when, line in reversed(lines):
-        rows.add_row(when, Text(line))
+    others = (event for event in reversed(ledger) if not isinstance(event, events.CommitSucceeded))
+    described = ((event, line) for event in others if (line := _describe(event, sessions)) is not None)
+    rows = facts_table()
+    for event, line in reversed([*islice(described, _NUM_RECENT)]):
+        when = format_time(event.moment, "%H:%M:%S" if now - event.moment < _DAY_S else "%Y-%m-%d %H:%M:%S")
+        rows.add_row(when, Text(shorten(first_line(line), _MAX_CHARACTERS, placeholder=" …")))
     return rows
 
 
@@ -208,13 +198,6 @@ def _describe(event: Event, sessions: Sequence[str]) -> str | None:
             error = first_line(event.error or "")
             return f"{event.status}{where}{f': {error}' if error else ''}"
     return describe_event(event, number if len(sessions) > 1 else None)
-
-
-def _fact_table() -> Table:
-    rows = Table.grid(padding=(0, 2, 0, 0))
-    rows.add_column(style="dim", min_width=_LABEL)
-    rows.add_column(overflow="fold")
-    return rows
 
 
 def _recent_rate(ledger: Sequence[Event]) -> MovingRate:

@@ -149,20 +149,23 @@ def hang_in_ledger(folder: Path) -> None:
 
 
 def test_the_stacks_of_the_last_hang_come_from_the_ledger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    hang_in_ledger(tmp_path)
+    run = tmp_path / "runs" / "lm"
+    hang_in_ledger(run)
 
     def not_live(run: str) -> Any:
         raise ConfigError(f"{run} is not live")
 
     monkeypatch.setattr(cli_stacks, "get_run", not_live)
-    shown = invoke("stacks", str(tmp_path)).output
+    shown = invoke("stacks", str(run)).output
     assert "No worker made progress for 600 s" in shown
     assert "rank 0 (10.0.0.0), in 'reduction'" in shown and "wait()" in shown
     assert "rank 1 (10.0.0.1), in 'forward', others waited for it" in shown and "stuck()" in shown
     assert "rank 2 (10.0.0.2): it recorded no stacks" in shown and "old" not in shown
-    assert invoke("stacks", "--last-hang", str(tmp_path)).output == shown
-    with pytest.raises(ConfigError, match="lm is not live"):
-        invoke("stacks", "lm")
+    assert invoke("stacks", "--last-hang", str(run)).output == shown
+    monkeypatch.chdir(tmp_path)
+    assert invoke("stacks", "lm").output == shown
+    with pytest.raises(ConfigError, match="other is not live"):
+        invoke("stacks", "other")
 
 
 def test_a_run_without_a_hang_has_no_stacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
