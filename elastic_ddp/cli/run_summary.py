@@ -13,7 +13,7 @@ from rich.text import Text
 from elastic_ddp.cli.output import facts_table, table
 from elastic_ddp.cli.phases import describe_bottleneck, describe_phases, format_gib
 from elastic_ddp.formatting import format_rate, plural
-from elastic_ddp.telemetry.goodput import PARTS
+from elastic_ddp.telemetry.goodput import PARTS, stall_parts
 
 _STYLES = {
     "running": "bold green",
@@ -93,12 +93,13 @@ def _generations(summary: Mapping[str, Any]) -> Table:
         session = f"{generation['session_number']}." if summary["sessions"] > 1 else ""
         is_newest = generation is summary["generations"][-1] and generation["session_number"] == summary["sessions"]
         is_live = summary["status"] == "running" and is_newest
+        stall_s = sum(stall_parts(generation, usual_step_s).values())
         rows.add_row(
             f"{session}{generation['generation']}",
             str(generation["world_size"]),
             _number(generation["first_step"]),
             _number(generation["last_step"]),
-            _stall(generation, usual_step_s),
+            "" if generation["rendezvous_s"] is None else f"{stall_s:.2f} s",
             Text(str(generation["reason"])),
             Text(_ended_by(generation) or ("" if is_live else "not recorded")),
         )
@@ -144,16 +145,6 @@ def _rates(summary: Mapping[str, Any]) -> str:
 def _at_step(step: int | None, summary: Mapping[str, Any]) -> str:
     """The step of a value, if it is not the newest step."""
     return "" if step in (None, summary["steps"]) else f" (step {step:,})"
-
-
-def _stall(generation: Mapping[str, Any], usual_step_s: float | None) -> str:
-    """The time between training in two generations, and the excess of the first step over a usual one."""
-    if generation["rendezvous_s"] is None:
-        return ""
-    stall_s = (generation["detection_s"] or 0.0) + generation["rendezvous_s"] + generation["hand_over_s"]
-    if usual_step_s is not None and generation["first_step_s"] is not None:
-        stall_s += max(0.0, generation["first_step_s"] - usual_step_s)
-    return f"{stall_s:.2f} s"
 
 
 def _ended_by(generation: Mapping[str, Any]) -> str:

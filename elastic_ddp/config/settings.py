@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextvars import ContextVar
 from typing import Annotated, Any, TypeVar
 
@@ -34,6 +35,14 @@ def check_distinct(names: tuple[T, ...]) -> tuple[T, ...]:
 
 Names = Annotated[tuple[str, ...], Field(strict=False), AfterValidator(check_distinct)]
 """Distinct names, also from a list, as TOML and JSON have them."""
+
+
+def flatten(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Returns settings by the names that they have in TOML: those of a table as `checkpoint.every_steps`."""
+    flat: dict[str, Any] = {}
+    for name, value in settings.items():
+        flat |= flatten(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {f"{prefix}{name}": value}
+    return flat
 
 
 class Settings(BaseModel):

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from elastic_ddp.config.environment import hide_credentials
+from elastic_ddp.config.settings import flatten
 from elastic_ddp.errors import ConfigError, format_exception
 from elastic_ddp.loggers.logger import LoggedRun
 
@@ -104,7 +105,7 @@ class MlflowLogger:
     def _log_config(self, config: Mapping[str, Any]) -> None:
         from mlflow.entities import Param
 
-        params = [Param(name, str(value)[:_MAX_PARAM]) for name, value in _flat(config).items()]
+        params = [Param(name, str(value)[:_MAX_PARAM]) for name, value in flatten(config).items()]
         for start in range(0, len(params), _PARAMS_PER_CALL):
             self._client.log_batch(self._run_id, params=params[start : start + _PARAMS_PER_CALL], synchronous=True)
 
@@ -113,11 +114,3 @@ def valid_name(name: str) -> str:
     """Returns the name that MLflow accepts for a metric: a normal path of at most 250 characters."""
     cut = re.sub(r"[^\w\-. :/]", "_", name)[:_MAX_NAME]
     return "/".join("_" if part in (".", "..") else part for part in cut.split("/") if part) or "_"
-
-
-def _flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Returns nested settings by dotted names."""
-    found: dict[str, Any] = {}
-    for name, value in config.items():
-        found |= _flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {f"{prefix}{name}": value}
-    return found

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -13,20 +13,26 @@ from rich.filesize import decimal
 from elastic_ddp.formatting import duration, plural
 from elastic_ddp.report.figure import (
     FAILED_COLOR,
-    RUN_COLORS,
     Chart,
     bars,
+    color_of,
     escape,
     hover_end,
     of_run,
+    prefix,
     time_panels,
     time_unit,
 )
 from elastic_ddp.report.history import History
-from elastic_ddp.telemetry.goodput import PARTS
+from elastic_ddp.telemetry.goodput import PARTS, stall_parts
 
-STALL_COLORS = {"detection": "#d62728", "rendezvous": "#3b78c2", "hand_over": "#e08214", "first_step": "#8e6bbf"}
-_STALL_NAMES = {"hand_over": "hand-over", "first_step": "first step, beyond a usual one"}
+_STALL_PARTS = {
+    "detection_s": ("detection", "#d62728"),
+    "rendezvous_s": ("rendezvous", "#3b78c2"),
+    "hand_over_s": ("hand-over", "#e08214"),
+    "first_step_s": ("first step, beyond a usual one", "#8e6bbf"),
+}
+"""Name and color of each part of a stall."""
 _GOODPUT = """useful: steps, evaluations and the training function's own code between them.
 redone: steps that a failure undid or interrupted, which were done again.
 detection: from a failure until the other workers know of it.
@@ -61,7 +67,7 @@ def where_the_time_went(histories: Sequence[History]) -> Chart | None:
                 "textposition": "outside",
                 "cliponaxis": False,
                 "hovertemplate": "%{y}: %{text}" + hover_end(histories),
-                "marker": {"color": RUN_COLORS[index % len(RUN_COLORS)]},
+                "marker": {"color": color_of(index)},
             }
         )
     layout = bars(len(parts) * len(histories), "share of the time (%)")
@@ -84,27 +90,27 @@ def _stalls(history: History) -> Chart | None:
     usual_s = _usual_step_s(history)
     generations = history.summary["generations"]
     found = [
-        (row, _costs(row, usual_s))
+        (row, stall_parts(row, usual_s))
         for before, row in pairwise(generations)
         if row["session"] == before["session"] and row["rendezvous_s"] is not None
     ]
-    longest = sorted(found, key=lambda each: -sum(each[1].values()))[:_MAX_STALLS]
-    shown = [each for each in found if any(each is one for one in longest)]
+    longest = sorted(range(len(found)), key=lambda index: -sum(found[index][1].values()))[:_MAX_STALLS]
+    shown = [found[index] for index in sorted(longest)]
     if not shown:
         return None
     data = [
         {
             "type": "bar",
             "orientation": "h",
-            "name": _STALL_NAMES.get(part, part),
+            "name": name,
             "marker": {"color": color},
             "y": list(range(len(shown))),
             "x": [costs[part] for _, costs in shown],
             "text": [escape(f"{row['reason']}: {plural(row['world_size'], 'worker')} now") for row, _ in shown],
             "textposition": "none",
-            "hovertemplate": f"%{{text}}<br>{_STALL_NAMES.get(part, part)} %{{x:.2f}} s<extra></extra>",
+            "hovertemplate": f"%{{text}}<br>{name} %{{x:.2f}} s<extra></extra>",
         }
-        for part, color in STALL_COLORS.items()
+        for part, (name, color) in _STALL_PARTS.items()
     ]
     layout = bars(len(shown), "training stopped for (s)")
     layout |= {"barmode": "stack", "showlegend": True}
@@ -119,12 +125,6 @@ def _stalls(history: History) -> Chart | None:
     return Chart(title="Stalls", caption=caption, data=data, layout=layout)
 
 
-def _costs(row: Mapping[str, Any], usual_s: float | None) -> dict[str, float]:
-    """The seconds of each part of a stall. A first step costs what it takes longer than a usual one."""
-    costs = {part: row[f"{part}_s"] or 0.0 for part in STALL_COLORS}
-    return costs | {"first_step": 0.0 if usual_s is None else max(0.0, costs["first_step"] - usual_s)}
-
-
 def _short(reason: str) -> str:
     """Returns "failed" for "worker failed": a phone has little room beside the bars."""
     return reason.removeprefix("workers ").removeprefix("worker ")
@@ -134,7 +134,7 @@ def _usual_step_s(history: History) -> float | None:
     """The median duration of a step."""
     durations = [
         (point.at - before.at) / (point.step - before.step)
-        for before, point in zip(history.points, history.points[1:], strict=False)
+        for before, point in pairwise(history.points)
         if point.session == before.session and point.step > before.step
     ]
     return statistics.median(durations) if durations else None
@@ -150,7 +150,7 @@ def commits(histories: Sequence[History]) -> Chart | None:
         failed = [save for save in history.saves if save.error is not None]
         for saves, symbol in ((done, "circle"), (failed, "x")):
             if saves:
-                color = FAILED_COLOR if saves is failed else RUN_COLORS[index % len(RUN_COLORS)]
+                color = FAILED_COLOR if saves is failed else color_of(index)
                 notes = [escape(save.error or decimal(save.num_bytes or 0)) for save in saves]
                 data.append(
                     {
@@ -168,7 +168,7 @@ def commits(histories: Sequence[History]) -> Chart | None:
             waited_s, total_s = history.summary["goodput"]["checkpoint"], history.summary["goodput"]["total"] or 1.0
             sizes = [save.num_bytes for save in done if save.num_bytes]
             captions.append(
-                (f"{history.label}: " if len(histories) > 1 else "")
+                prefix(histories, history)
                 + plural(len(done), "commit")
                 + (f" of {decimal(int(statistics.median(sizes)))}" if sizes else "")
                 + f", each durable in {duration(statistics.median(save.seconds for save in done))} (median). "

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
+from operator import attrgetter, methodcaller
 from typing import Any
 
 from elastic_ddp.report.figure import (
-    RUN_COLORS,
     Chart,
     broken,
+    color_of,
     escape,
     hover_end,
     layout_axis,
+    line,
     of_run,
     panels,
+    prefix,
+    show_once,
     stacked,
     thin,
     time_panels,
@@ -36,8 +39,7 @@ _MAX_METRICS = 12
 
 def metrics(histories: Sequence[History]) -> Chart | None:
     """The training loss and each metric, over steps. One with a single value has no chart."""
-    points = [point for history in histories for point in history.points]
-    found = ["loss"] if any(point.loss is not None for point in points) else []
+    found = ["loss"]
     for history in histories:
         found += [name for point in (*history.evaluations, *history.points) for name in point.metrics]
     found = [name for name in dict.fromkeys(found) if any(len(_points_of(each, name)) > 1 for each in histories)]
@@ -45,17 +47,15 @@ def metrics(histories: Sequence[History]) -> Chart | None:
     data: list[dict[str, Any]] = []
     for row, name in enumerate(names):
         for index, history in enumerate(histories):
-            value = partial(_value, name=name)
-            line = broken(thin(_points_of(history, name), value))
+            points = broken(thin(_points_of(history, name), name))
             data.append(
                 {
                     **of_run(histories, index),
+                    **line(points, attrgetter("step"), methodcaller("value", name)),
+                    "mode": "lines+markers" if len(points) < 60 else "lines",
                     "showlegend": row == 0 and len(histories) > 1,
-                    "mode": "lines+markers" if len(line) < 60 else "lines",
-                    "marker": {"size": 5, "color": RUN_COLORS[index % len(RUN_COLORS)]},
+                    "marker": {"size": 5, "color": color_of(index)},
                     "yaxis": y_axis(row),
-                    "x": [None if point is None else point.step for point in line],
-                    "y": [None if point is None else value(point) for point in line],
                     "hovertemplate": f"{escape(name)} %{{y:.5g}} at step %{{x:,}}{hover_end(histories)}",
                 }
             )
@@ -67,32 +67,22 @@ def metrics(histories: Sequence[History]) -> Chart | None:
 
 def _points_of(history: History, name: str) -> list[Point]:
     """The points that have this metric: those of evaluations, if there are any."""
-    measured = [point for point in history.evaluations if _value(point, name) is not None]
-    return measured or [point for point in history.points if _value(point, name) is not None]
-
-
-def _value(point: Point, name: str) -> float | None:
-    return point.loss if name == "loss" else point.metrics.get(name)
+    measured = [point for point in history.evaluations if point.value(name) is not None]
+    return measured or [point for point in history.points if point.value(name) is not None]
 
 
 def phases(histories: Sequence[History]) -> Chart | None:
     """Where the time of a step goes, and how much longer the slowest rank works than the median."""
-    rows = [
-        ("ms per step" if len(histories) == 1 else f"{history.label}: ms per step", _areas(history, histories))
-        for history in histories
-    ]
+    rows = [(f"{prefix(histories, history)}ms per step", _areas(history, histories)) for history in histories]
     slowdowns = _measured(histories, "slowdown", 1.0, "%{y:.2f} × the median: rank %{text}")
     slowdowns = [{**trace, "showlegend": False} for trace in slowdowns]
     titles, data = stacked(*rows, ("work of the slowest rank, × the median", slowdowns))
     if not titles:
         return None
-    named: set[str] = set()
-    for trace in data:  # each phase once in the legend
-        trace["showlegend"] = "stackgroup" in trace and trace["name"] not in named
-        named.add(trace["name"])
+    show_once(data)
     verdicts = [
-        f"{f'{history.label}: ' if len(histories) > 1 else ''}The last steps are bound by {verdict['kind']}: "
-        f"{verdict['reason']} {verdict['advice']}"
+        f"{prefix(histories, history)}The last steps are bound by {verdict['kind']}: {verdict['reason']} "
+        f"{verdict['advice']}"
         for history in histories
         if (verdict := history.summary["bottleneck"]) is not None
     ]
@@ -113,6 +103,7 @@ def _areas(history: History, histories: Sequence[History]) -> list[dict[str, Any
                 {
                     "name": escape(name.replace("_", " ")),
                     "legendgroup": escape(name),
+                    "showlegend": True,
                     "mode": "lines",
                     "stackgroup": f"{escape(history.label)} {session}",
                     "line": {"width": 0.5, "color": color},
@@ -133,10 +124,7 @@ def gpus(histories: Sequence[History]) -> Chart | None:
     titles, data = stacked(("peak memory (GiB)", memory), ("utilization (%)", utilization))
     if not titles:
         return None
-    named: set[str] = set()
-    for trace in data:
-        trace["showlegend"] = len(histories) > 1 and trace["name"] not in named
-        named.add(trace["name"])
+    show_once(data)
     layout = time_panels(titles, histories)
     for row, title in enumerate(titles):
         layout[layout_axis(row)] |= {"range": [0, 100]} if "%" in title else {"rangemode": "tozero"}
@@ -153,9 +141,7 @@ def _measured(histories: Sequence[History], name: str, factor: float, hover: str
         traces.append(
             {
                 **of_run(histories, index),
-                "mode": "lines" if len(known) > 1 else "markers",
-                "x": [None if each is None else each.at / size for each in known],
-                "y": [None if each is None else factor * getattr(each, name) for each in known],
+                **line(known, lambda each: each.at / size, lambda each: factor * getattr(each, name)),
                 "text": ["" if each is None else f"{each.slowest_rank} at step {each.step:,}" for each in known],
                 "hovertemplate": hover + hover_end(histories),
             }

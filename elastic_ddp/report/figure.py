@@ -36,45 +36,50 @@ class Chart:
     layout: dict[str, Any]
 
 
+def color_of(index: int) -> str:
+    """The color of a run, by its place in the report."""
+    return RUN_COLORS[index % len(RUN_COLORS)]
+
+
 def of_run(histories: Sequence[History], index: int) -> dict[str, Any]:
     """What the lines of one run have in common."""
     label = escape(histories[index].label)
-    color = RUN_COLORS[index % len(RUN_COLORS)]
-    common = {"name": label, "legendgroup": label, "line": {"color": color, "width": 1.5}}
-    return {**common, "showlegend": len(histories) > 1}
+    line = {"color": color_of(index), "width": 1.5}
+    return {"name": label, "legendgroup": label, "line": line, "showlegend": len(histories) > 1}
 
 
-def over_time(
-    points: list[Point | None],
-    size: float,
-    value: Callable[[Point], float | None],
-    name: str,
-    histories: Sequence[History],
-) -> dict[str, Any]:
-    """A line of values over time."""
+def prefix(histories: Sequence[History], history: History) -> str:
+    """The begin of a caption about one run: its name if there are several."""
+    return f"{history.label}: " if len(histories) > 1 else ""
+
+
+def line(points: Sequence[P | None], x: Callable[[P], float], y: Callable[[P], float | None]) -> dict[str, Any]:
+    """A line through points, with a gap at each None."""
     return {
         "mode": "lines" if len(points) > 1 else "markers",
-        "x": [None if point is None else point.at / size for point in points],
-        "y": [None if point is None else value(point) for point in points],
-        "text": ["" if point is None else f"step {point.step:,}" for point in points],
-        "hovertemplate": f"{name} %{{y:.5g}} at %{{text}}{hover_end(histories)}",
+        "x": [None if point is None else x(point) for point in points],
+        "y": [None if point is None else y(point) for point in points],
     }
 
 
-def loss_of(point: Point) -> float | None:
-    return point.loss
+def show_once(data: Sequence[dict[str, Any]]) -> None:
+    """Leaves each name in the legend once."""
+    named: set[str] = set()
+    for trace in data:
+        trace["showlegend"] = trace["showlegend"] and trace["name"] not in named
+        named.add(trace["name"])
 
 
-def thin(points: list[Point], value: Callable[[Point], float | None]) -> list[Point]:
+def thin(points: list[Point], name: str) -> list[Point]:
     """Returns the points of the smallest and of the largest value in each of equally many neighbors."""
     width = -(-2 * len(points) // _MAX_POINTS)
     if width <= 2:
         return points
     kept = []
     for begin in range(0, len(points), width):
-        part = points[begin : begin + width]
-        ends = sorted(range(len(part)), key=lambda index: value(part[index]) or 0.0)
-        kept += [part[index] for index in sorted({ends[0], ends[-1]})]
+        part = range(begin, min(begin + width, len(points)))
+        ends = sorted(part, key=lambda index: points[index].value(name) or 0.0)
+        kept += [points[index] for index in sorted({ends[0], ends[-1]})]
     return kept
 
 

@@ -37,6 +37,10 @@ class Point:
     samples: int | None = None
     metrics: Mapping[str, float | None] = field(default_factory=dict)
 
+    def value(self, name: str) -> float | None:
+        """Returns a metric, or the `loss`; None if the point has none of this name."""
+        return self.loss if name == "loss" else self.metrics.get(name)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Save:

@@ -10,10 +10,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from importlib.resources import files
 from typing import Any
 
+from elastic_ddp.config.settings import flatten
 from elastic_ddp.errors import ConfigError, printable
 from elastic_ddp.formatting import duration, format_time, plural
 from elastic_ddp.report.charts import charts
-from elastic_ddp.report.figure import RUN_COLORS, Chart
+from elastic_ddp.report.figure import Chart, color_of
 from elastic_ddp.report.headline import headline
 from elastic_ddp.report.history import History
 
@@ -30,7 +31,8 @@ def render_page(histories: Sequence[History]) -> str:
         ConfigError: Plotly is not installed.
     """
     figures = charts(histories)
-    scripts = [_plotly(), f"const CHARTS = {_script_json([_figure(chart) for chart in figures])};", _asset("page.js")]
+    drawn = [{"data": chart.data, "layout": chart.layout} for chart in figures]
+    scripts = [_plotly(), f"const CHARTS = {_script_json(drawn)};", _asset("page.js")]
     hashes = " ".join(f"'sha256-{_sha256(script)}'" for script in scripts)
     # The browser runs these scripts only, and loads nothing: text of a ledger cannot do either.
     policy = f"default-src 'none'; style-src 'unsafe-inline'; img-src data: blob:; script-src {hashes}"
@@ -75,10 +77,6 @@ def _asset(name: str) -> str:
     return files("elastic_ddp.report").joinpath(name).read_text()
 
 
-def _figure(chart: Chart) -> dict[str, Any]:
-    return {"data": chart.data, "layout": chart.layout}
-
-
 def _script_json(value: Any) -> str:
     """JSON that can stand in a script: no tag and no comment can begin in it."""
     return json.dumps(value, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c").replace(">", "\\u003e")
@@ -91,7 +89,7 @@ def _sha256(script: str) -> str:
 def _header(histories: Sequence[History]) -> str:
     lines = []
     for index, history in enumerate(histories):
-        dot = f'<span class="dot" style="background:{RUN_COLORS[index % len(RUN_COLORS)]}"></span>'
+        dot = f'<span class="dot" style="background:{color_of(index)}"></span>'
         level = "h1" if len(histories) == 1 else "h2"
         lines.append(f"<{level}>{dot if len(histories) > 1 else ''}{_text(history.label)}</{level}>")
         lines.append(f'<p class="headline">{_text(headline(history.summary))}</p>')
@@ -199,10 +197,7 @@ def _events_of(history: History, zone: str) -> str:
 def _configuration(histories: Sequence[History]) -> str:
     """The settings and versions of one run; of several, those that differ, and the others below."""
     settings = [
-        {
-            **_flat(history.config),
-            **{f"version of {name}": value for name, value in history.summary["versions"].items()},
-        }
+        flatten(history.config) | {f"version of {name}": value for name, value in history.summary["versions"].items()}
         for history in histories
     ]
     given = (name for each in settings for name, value in each.items() if value is not None)
@@ -221,14 +216,6 @@ def _configuration(histories: Sequence[History]) -> str:
     summary = "equal in all runs" if len(histories) > 1 else "all settings and versions"
     parts.append(f"<details><summary>{summary}</summary>{table(same, 1)}</details></section>")
     return "".join(parts)
-
-
-def _flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Returns the settings with the names that TOML has for those of tables: `checkpoint.every_steps`."""
-    flat: dict[str, Any] = {}
-    for name, value in settings.items():
-        flat |= _flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {f"{prefix}{name}": value}
-    return flat
 
 
 def _text(value: Any) -> str:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import html
 import math
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 
 from elastic_ddp.errors import printable
-from elastic_ddp.report.figure import broken, loss_of, thin, time_unit
+from elastic_ddp.report.figure import broken, thin, time_unit
 from elastic_ddp.report.headline import headline
 from elastic_ddp.report.history import History
 from elastic_ddp.report.timeline import MARKS
@@ -27,7 +28,7 @@ _STYLE = (
 def draw(history: History) -> str:
     """Returns the picture as SVG: the workers above the training loss, and what happened to the run."""
     size, unit = time_unit([history])
-    losses = thin([point for point in history.points if point.loss is not None], loss_of)
+    losses = thin([point for point in history.points if point.loss is not None], "loss")
     values = [point.loss for point in losses if point.loss is not None]
     # Start-up is left out: nothing happens in it.
     begin = min((point.at for point in history.points), default=0.0)
@@ -88,7 +89,7 @@ def _time_axis(x: _Scale, size: float, unit: str) -> Iterator[str]:
 def _steps(history: History, x: _Scale, y: _Scale) -> Iterator[str]:
     """The number of workers, as a line of steps and the area below it."""
     corners: list[tuple[float, float]] = []
-    for (at, count), (until, _) in zip(history.sizes, history.sizes[1:], strict=False):
+    for (at, count), (until, _) in pairwise(history.sizes):
         corners += [(x(at), y(count)), (x(until), y(count))]
     if corners:
         floor = [(corners[-1][0], y(0)), (corners[0][0], y(0))]

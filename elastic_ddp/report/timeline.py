@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import Any
 
 from elastic_ddp.formatting import duration
 from elastic_ddp.report.figure import (
-    RUN_COLORS,
     Chart,
     broken,
+    color_of,
     escape,
     hover_end,
     layout_axis,
-    loss_of,
+    line,
     of_run,
-    over_time,
     stacked,
     thin,
     time_panels,
@@ -36,7 +36,10 @@ MARKS: dict[Kind, tuple[str, str, str, str]] = {
     "hang": ("hang", "star", "★", "#d62728"),
 }
 """Name, symbol, the symbol as a character, and color of each kind of mark."""
+_COMMIT_COLOR = "#7a8a2b"
 _START_UP_COLOR = "rgba(128,128,128,0.15)"
+_THROUGH_ALL_PANELS = {"layer": "below", "yref": "paper", "y0": 0, "y1": 1}
+_MAX_SHAPES = 200
 _NAMED_SHARE = 0.15
 """Share of the time from which on a start-up has its name in the chart."""
 
@@ -61,8 +64,16 @@ def timeline(histories: Sequence[History]) -> Chart | None:
                 "hovertemplate": f"%{{y}} workers at %{{x:.2f}} {unit}{hover_end(histories)}",
             }
         )
-        points = broken(thin([point for point in history.points if point.loss is not None], loss_of))
-        losses.append({**run, **over_time(points, size, loss_of, "loss", histories), "showlegend": False})
+        points = broken(thin([point for point in history.points if point.loss is not None], "loss"))
+        losses.append(
+            {
+                **run,
+                **line(points, lambda point: point.at / size, attrgetter("loss")),
+                "showlegend": False,
+                "text": ["" if point is None else f"step {point.step:,}" for point in points],
+                "hovertemplate": f"loss %{{y:.5g}} at %{{text}}{hover_end(histories)}",
+            }
+        )
         samples = throughput(history.points)
         rates.append(
             {
@@ -75,7 +86,7 @@ def timeline(histories: Sequence[History]) -> Chart | None:
                 "hovertemplate": f"%{{y:,.0f}} samples/s{hover_end(histories)}",
             }
         )
-        workers += _marks(history, index, size, len(histories))
+        workers += _marks(histories, index, size)
     titles, data = stacked(("workers", workers), ("training loss", losses), ("samples/s", rates))
     if not titles:
         return None
@@ -103,57 +114,45 @@ def timeline(histories: Sequence[History]) -> Chart | None:
     return Chart(title="What happened", caption=caption, data=data, layout=layout)
 
 
-def _marks(history: History, index: int, size: float, num_runs: int) -> list[dict[str, Any]]:
+def _marks(histories: Sequence[History], index: int, size: float) -> list[dict[str, Any]]:
     """The changes of a run and its commits, as symbols on its world size."""
-    color = RUN_COLORS[index % len(RUN_COLORS)]
-    traces = []
-    for kind, (name, symbol, _, own) in MARKS.items():
-        if marks := [mark for mark in history.marks if mark.kind == kind]:
-            traces.append(
-                {
-                    "mode": "markers",
-                    "name": name,
-                    "legendgroup": kind,
-                    "showlegend": num_runs == 1,
-                    "x": [mark.at / size for mark in marks],
-                    "y": [mark.world_size for mark in marks],
-                    "text": [escape(f"{mark.text} (step {mark.step or 0:,})") for mark in marks],
-                    "hovertemplate": f"%{{text}}<extra>{escape(history.label) if num_runs > 1 else ''}</extra>",
-                    "marker": {"symbol": symbol, "size": 11, "color": own if num_runs == 1 else color},
-                    "cliponaxis": False,
-                }
-            )
-    if saves := [save for save in history.saves if save.error is None]:
-        traces.append(
-            {
-                "mode": "markers",
-                "name": "commit",
-                "legendgroup": "commit",
-                "showlegend": num_runs == 1,
-                "x": [save.at / size for save in saves],
-                "y": [0] * len(saves),
-                "text": [f"step {save.step:,} committed in {duration(save.seconds)}" for save in saves],
-                "hovertemplate": "%{text}<extra></extra>",
-                "marker": {"symbol": "line-ns-open", "size": 10, "color": "#7a8a2b" if num_runs == 1 else color},
-            }
-        )
-    return traces
+    history, is_alone = histories[index], len(histories) == 1
+    rows = []
+    for kind, (name, symbol, _, color) in MARKS.items():
+        marks = [mark for mark in history.marks if mark.kind == kind]
+        texts = [f"{mark.text} (step {mark.step or 0:,})" for mark in marks]
+        rows.append((name, symbol, color, [(mark.at, mark.world_size) for mark in marks], texts))
+    saves = [save for save in history.saves if save.error is None]
+    texts = [f"step {save.step:,} committed in {duration(save.seconds)}" for save in saves]
+    rows.append(("commit", "line-ns-open", _COMMIT_COLOR, [(save.at, 0) for save in saves], texts))
+    return [
+        {
+            "mode": "markers",
+            "name": name,
+            "legendgroup": name,
+            "showlegend": is_alone,
+            "x": [at / size for at, _ in places],
+            "y": [world_size for _, world_size in places],
+            "text": [escape(text) for text in texts],
+            "hovertemplate": f"%{{text}}<extra>{'' if is_alone else escape(history.label)}</extra>",
+            "marker": {"symbol": symbol, "size": 11, "color": color if is_alone else color_of(index)},
+            "cliponaxis": False,
+        }
+        for name, symbol, color, places, texts in rows
+    ]
 
 
 def _lines(history: History, size: float) -> list[dict[str, Any]]:
     """Lines through all panels where workers failed or drained, and where a session ended or began."""
     return [
         {
+            **_THROUGH_ALL_PANELS,
             "type": "line",
-            "layer": "below",
-            "yref": "paper",
-            "y0": 0,
-            "y1": 1,
             "x0": mark.at / size,
             "x1": mark.at / size,
             "line": {"color": MARKS[mark.kind][3], "width": 1, "dash": "dot"},
         }
-        for mark in history.marks[:200]
+        for mark in history.marks[:_MAX_SHAPES]
         if mark.kind not in ("joined", "left")
     ]
 
@@ -162,17 +161,14 @@ def _shades(history: History, size: float) -> list[dict[str, Any]]:
     """A gray area through all panels for each start-up."""
     return [
         {
+            **_THROUGH_ALL_PANELS,
             "type": "rect",
-            "layer": "below",
-            "yref": "paper",
-            "y0": 0,
-            "y1": 1,
             "x0": begin / size,
             "x1": end / size,
             "line": {"width": 0},
             "fillcolor": _START_UP_COLOR,
         }
-        for begin, end in history.start_ups[:200]
+        for begin, end in history.start_ups[:_MAX_SHAPES]
     ]
 
 

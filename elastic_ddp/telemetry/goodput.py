@@ -23,8 +23,9 @@ either the next generation starts without a state or the account ends more than 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from elastic_ddp.telemetry.event import MEMBERSHIP_CHANGED, STATE_TRANSFERRED, Event
 from elastic_ddp.telemetry.sessions import Generation, Session, read_sessions
@@ -89,6 +90,18 @@ def stalls(events: Iterable[Event]) -> dict[tuple[str, int], dict[str, float | N
             detection_s = accounted.get("detection", 0.0) if accounted else None
             between_s = rest.get("rendezvous", 0.0)
     return rows
+
+
+def stall_parts(generation: Mapping[str, Any], usual_step_s: float | None) -> dict[str, float]:
+    """Returns the seconds of each of the `STALLS` of a generation. A first step costs what a usual one does not.
+
+    Args:
+        generation: a row of the summary.
+        usual_step_s: seconds of a usual step; None if they are not known.
+    """
+    parts = {name: generation[name] or 0.0 for name in STALLS}
+    beyond_s = 0.0 if usual_step_s is None else max(0.0, parts["first_step_s"] - usual_step_s)
+    return {**parts, "first_step_s": beyond_s}
 
 
 @dataclass

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
+
+import numpy as np
 
 from elastic_ddp.telemetry.event import Event
 from elastic_ddp.telemetry.events import RunFinished, StepsCompleted
@@ -26,17 +27,18 @@ def scaling(events: Iterable[Event]) -> list[dict[str, Any]]:
         second and worker, relative to those of the first row.
     """
     events = list(events)
-    samples = _Interpolation((0, 0), *_sample_counts(events))
-    totals: dict[int, tuple[float, ...]] = {}
+    samples = _sample_counts(events)
+    totals: dict[int, list[float]] = {}
     for generation, kept_until in _generations(events):
-        seconds = _Interpolation(*_progress(generation))
-        first, last = seconds.first, min(seconds.last, samples.last, kept_until)
-        if last > first and seconds.at(last) > seconds.at(first):
-            measured = (last - first, samples.at(last) - samples.at(first), seconds.at(last) - seconds.at(first))
-            before = totals.get(generation.world_size, (0.0, 0.0, 0.0))
-            totals[generation.world_size] = tuple(map(sum, zip(before, measured, strict=True)))
+        seconds = dict(_progress(generation))
+        first, last = min(seconds, default=0), min(max(seconds, default=0), max(samples), kept_until)
+        if last > first:
+            used, spent_s = (_at(last, known) - _at(first, known) for known in (samples, seconds))
+            if used > 0 and spent_s > 0:
+                before = totals.get(generation.world_size, [0.0, 0.0, 0.0])
+                totals[generation.world_size] = [*map(sum, zip(before, (last - first, used, spent_s), strict=True))]
     rates = {world_size: count / spent_s for world_size, (_, count, spent_s) in sorted(totals.items())}
-    base = next((rate / world_size for world_size, rate in rates.items()), None)
+    base = next((rate / world_size for world_size, rate in rates.items()), 0.0)
     return [
         {
             "world_size": world_size,
@@ -45,7 +47,7 @@ def scaling(events: Iterable[Event]) -> list[dict[str, Any]]:
             "seconds": round(totals[world_size][2], 3),
             "samples_per_s": round(rate, 3),
             "samples_per_s_per_worker": round(rate / world_size, 3),
-            "efficiency": round(rate / world_size / base, 4) if base else None,
+            "efficiency": round(rate / world_size / base, 4),
         }
         for world_size, rate in rates.items()
     ]
@@ -77,29 +79,17 @@ def _progress(generation: Generation) -> Iterator[tuple[int, float]]:
             yield step, seconds
 
 
-def _sample_counts(events: list[Event]) -> Iterator[tuple[int, int]]:
-    """Yields steps done and samples used so far. All sessions have the same count at the same step."""
-    known: dict[int, int] = {}
+def _sample_counts(events: list[Event]) -> dict[int, float]:
+    """Returns the samples used by steps done. All sessions have the same count at the same step."""
+    known = {0: 0.0}
     for event in events:
         if isinstance(event, StepsCompleted | RunFinished) and event.samples is not None:
             step = event.step if isinstance(event, StepsCompleted) else event.steps
             if step:
                 known[step] = event.samples
-    yield from sorted(known.items())
+    return dict(sorted(known.items()))
 
 
-class _Interpolation:
-    """A value by steps done, linear between the points that are known."""
-
-    def __init__(self, *points: tuple[int, float]) -> None:
-        self._steps = [step for step, _ in points]
-        self._values = [value for _, value in points]
-        self.first, self.last = (self._steps[0], self._steps[-1]) if points else (0, 0)
-
-    def at(self, step: float) -> float:
-        """Returns the value at a number of steps between `first` and `last`."""
-        after = bisect_left(self._steps, step)
-        if self._steps[after] == step:
-            return self._values[after]
-        share = (step - self._steps[after - 1]) / (self._steps[after] - self._steps[after - 1])
-        return self._values[after - 1] + share * (self._values[after] - self._values[after - 1])
+def _at(step: float, known: Mapping[int, float]) -> float:
+    """Returns a value by steps done, linear between the steps at which it is known."""
+    return float(np.interp(step, [*known], [*known.values()]))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from elastic_ddp.telemetry.event import Event
@@ -33,17 +33,8 @@ class LoggedStep:
     """Steps done since the start of the run."""
     time: float
     """Unix time in seconds at which the step was reported."""
-    values: Mapping[str, float]
+    values: dict[str, float]
     """The values by name, see `loggers.Logger.log`."""
-
-
-@dataclass
-class _Held:
-    """A step whose values are not complete yet."""
-
-    step: int
-    time: float
-    values: dict[str, float] = field(default_factory=dict)
 
 
 class StepValues:
@@ -59,11 +50,12 @@ class StepValues:
     """
 
     def __init__(self) -> None:
-        self._held: _Held | None = None
+        self._held: LoggedStep | None = None
+        """The newest step, whose values are not complete yet."""
         self._newest = -1
         """Step of the newest complete record."""
         self._late: dict[str, float] = {}
-        """Values for the next record, as no step is held that could have them."""
+        """Values for the next record: no step is held that could have them."""
         self._evaluated: dict[str, int] = {}
         """Step of the newest evaluation, by name."""
         self._measured = -1
@@ -76,15 +68,13 @@ class StepValues:
         complete = None
         step = getattr(event, "step", None)
         if self._held is not None and (isinstance(event, RunFinished) or (step is not None and step > self._held.step)):
-            complete, self._newest = self._held, self._held.step
-            if isinstance(event, RunFinished):
-                complete.values.update(self._take_late())
-            self._held = None
+            complete, self._newest, self._held = self._held, self._held.step, None
         match event:
             case SessionStarted():
                 self._counted = None
             case StepsCompleted():
-                values = {**(event.metrics or {}), **dict(_step_values(event)), **self._rate(event)}
+                own = {name: getattr(event, name) for name in ("loss", "epoch", "samples", "world_size")}
+                values = {**(event.metrics or {}), **own, **self._rate(event)}
                 self._add(event.step, event, values)
             case EvaluationFinished() if event.step > self._evaluated.get(event.name, -1):
                 self._evaluated[event.name] = event.step
@@ -94,12 +84,12 @@ class StepValues:
                 self._add_late(dict(_phase_values(event)))
             case CommitSucceeded():
                 self._add_late({"commit/seconds": event.seconds, "commit/bytes": event.num_bytes})
-        return None if complete is None else LoggedStep(complete.step, complete.time, complete.values)
+        return complete
 
     def _add(self, step: int, event: Event, values: Mapping[str, Any], *, may_be_late: bool = False) -> None:
         """Adds values to the record of a step. If it is complete, they are repeated, or belong to the next record."""
         if self._held is None and step > self._newest:
-            self._held = _Held(step, event.moment, self._take_late())
+            self._held = LoggedStep(step, event.moment, self._take_late())
         if self._held is not None and step == self._held.step:
             for name, value in _numbers(values):
                 self._held.values.setdefault(name, value)
@@ -120,11 +110,6 @@ class StepValues:
         if before is None or samples is None or samples < before[1] or now <= before[0]:
             return {}
         return {"samples_per_s": (samples - before[1]) / (now - before[0])}
-
-
-def _step_values(event: StepsCompleted) -> Iterator[tuple[str, Any]]:
-    for name in ("loss", "epoch", "samples", "world_size"):
-        yield name, getattr(event, name)
 
 
 def _phase_values(event: PhasesMeasured) -> Iterator[tuple[str, Any]]:

@@ -136,7 +136,7 @@ def test_throughput_has_stalls_and_stops_between_sessions() -> None:
 def test_a_thinned_line_keeps_its_peaks() -> None:
     points = [Point(session=0, at=step, step=step, loss=1.0 + step % 2) for step in range(50_000)]
     points[30_001] = replace(points[30_001], loss=99.0)
-    kept = thin(points, lambda point: point.loss)
+    kept = thin(points, "loss")
     assert len(kept) <= 2000 and max(point.loss or 0 for point in kept) == 99.0
     assert [point.step for point in kept] == sorted(point.step for point in kept)
 
