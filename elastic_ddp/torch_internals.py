@@ -12,8 +12,8 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from functools import wraps
-from typing import TYPE_CHECKING, Any
+from functools import cache, partial, wraps
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -287,11 +287,40 @@ def release_groups(mesh: DeviceMesh) -> None:
     getattr(mesh, "_pg_registry", {}).clear()
 
 
+class ProfilerListener(Protocol):
+    """Learns of sessions of `torch.profiler` in this process; see `listen_to_profilers`."""
+
+    def session_changes(self, *, begins: bool) -> None:
+        """A session is about to begin, or to end, in the thread that calls this."""
+
+
+_listeners: weakref.WeakSet[ProfilerListener] = weakref.WeakSet()
+
+
+def listen_to_profilers(listener: ProfilerListener) -> None:
+    """Notifies a listener of sessions until it is collected."""
+    _watch_profilers()
+    _listeners.add(listener)
+
+
+@cache
+def _watch_profilers() -> None:
+    """Sessions call `torch.autograd.profiler._run_on_profiler_start` first, and `_run_on_profiler_stop` last."""
+    for name, begins in (("_run_on_profiler_start", True), ("_run_on_profiler_stop", False)):
+        setattr(autograd_profiler, name, partial(_notify, getattr(autograd_profiler, name), begins=begins))
+
+
+def _notify(original: Callable[[], None], *, begins: bool) -> None:
+    for listener in [*_listeners]:
+        listener.session_changes(begins=begins)
+    original()
+
+
 class ProfilerSession:
     """A session of `torch.profiler`, for one thread, which notices if another session replaces it.
 
     Torch has one session at a time. To stop a session that another one has replaced stops the other one, and to export
-    it ends the process. So it takes over `torch.autograd.profiler._run_on_profiler_start`, which every start calls.
+    it ends the process.
     """
 
     def __init__(self, *, use_cuda: bool, profile_memory: bool) -> None:
@@ -303,27 +332,21 @@ class ProfilerSession:
         activities += [torch.profiler.ProfilerActivity.CUDA] if use_cuda else []
         self._profile = torch.profiler.profile(activities=activities, profile_memory=profile_memory)
         self._profile.prepare_trace()
-        self._run_on_start: Callable[[], None] | None = None
-        """What torch calls when a session starts, while this one is recording."""
-        self._is_replaced = self._has_ended = False
+        self._has_begun = self._is_replaced = self._has_ended = False
 
     def start(self) -> None:
         """Starts to record. Raises RuntimeError if there is another session."""
         if is_profiling():
             raise RuntimeError("the training function has started torch.profiler itself")
         self._profile.start_trace()
-        self._run_on_start = autograd_profiler._run_on_profiler_start
-        autograd_profiler._run_on_profiler_start = self._notice_another
+        self._has_begun = True
+        listen_to_profilers(self)
 
-    def _notice_another(self) -> None:
-        assert self._run_on_start is not None
-        self._is_replaced = True
-        self._run_on_start()
+    def session_changes(self, *, begins: bool) -> None:
+        self._is_replaced |= begins and not self._has_ended
 
     def stop(self) -> bool:
         """Stops recording. Returns False if another session has replaced this one, whose trace is lost."""
-        assert self._run_on_start is not None
-        autograd_profiler._run_on_profiler_start = self._run_on_start
         self._has_ended = True
         if not self._is_replaced:
             self._profile.stop_trace()
@@ -331,9 +354,9 @@ class ProfilerSession:
 
     def cancel(self) -> None:
         """Ends the session without a trace, if it has not ended."""
-        if self._run_on_start is None and not is_profiling():
+        if not self._has_begun and not is_profiling():
             self.start()  # torch cannot end a session that it has only prepared
-        if self._run_on_start is not None and not self._has_ended:
+        if self._has_begun and not self._has_ended:
             self.stop()
 
     def export(self, path: str) -> None:

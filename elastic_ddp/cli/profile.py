@@ -70,13 +70,10 @@ def _report(facts: Mapping[str, Any]) -> Iterator[RenderableType]:
             yield Text(f"rank {rank['rank']} ({rank['node']}) has no trace: {rank['error']}", style="bold red")
     if done:
         yield Text(f"\nTraces, for https://ui.perfetto.dev or chrome://tracing, in {facts['uri']}:")
-        yield Text("\n".join(f"  {rank['trace']}" for rank in done))
+        yield from (Text(f"  {rank['trace']}") for rank in done)
     if snapshots := [rank["snapshot"] for rank in done if rank["snapshot"]]:
-        yield Text(f"Memory snapshots, for https://pytorch.org/memory_viz:\n{_indented(snapshots)}")
-
-
-def _indented(lines: Sequence[str]) -> str:
-    return "\n".join(f"  {line}" for line in lines)
+        yield Text("Memory snapshots, for https://pytorch.org/memory_viz:")
+        yield from (Text(f"  {snapshot}") for snapshot in snapshots)
 
 
 def _times(ranks: Sequence[Mapping[str, Any]]) -> RenderableType:

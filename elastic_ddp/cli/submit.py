@@ -61,10 +61,15 @@ def submit(
 
     if no_working_dir and working_dir is not None:
         raise ConfigError(f"--no-working-dir and --working-dir {working_dir}: use one of them.")
-    folder = None if no_working_dir else working_dir or program.parent
     client = connect_to_jobs()
-    options = {"working_dir": folder, "restarts": restarts, "resources": _parse(entrypoint_resources)}
-    job = jobs.submit(client, program, arguments or [], **options)  # type: ignore[arg-type]
+    job = jobs.submit(
+        client,
+        program,
+        arguments or [],
+        working_dir=None if no_working_dir else working_dir or program.parent,
+        restarts=restarts,
+        resources=_parse(entrypoint_resources),
+    )
     console().print(f"submitted job {job} to {client.get_address()}; `elastic-ddp logs {job} --follow` shows its log")
     if follow:
         _follow(client, job)

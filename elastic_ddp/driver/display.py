@@ -9,8 +9,8 @@ from elastic_ddp.checkpoint import Commit
 from elastic_ddp.console import Tolerant
 from elastic_ddp.rendezvous.messages import DriverUpdate
 from elastic_ddp.telemetry import Progress, events
-from elastic_ddp.telemetry.description import WORKER_FAILED, describe_event
-from elastic_ddp.telemetry.event import Event
+from elastic_ddp.telemetry.description import describe_event
+from elastic_ddp.telemetry.event import PEER_FAILED, Event
 
 
 def print_note(text: str) -> None:
@@ -46,7 +46,7 @@ class RunDisplay(Progress):
             case events.Resumed():  # from an older commit than expected, if newer ones were rejected
                 self._newest["step"] = event.step
             case events.WorkerFailed():
-                self._phase = WORKER_FAILED
+                self._phase = PEER_FAILED
             case events.EvaluationStarted():
                 self._phase = f"evaluating ({event.name})"
             case events.EvaluationFinished():
@@ -56,8 +56,8 @@ class RunDisplay(Progress):
 
     def show_update(self, update: DriverUpdate) -> None:
         """Shows the newest progress."""
-        if update.num_alive < self._min_workers and self._phase == WORKER_FAILED:
-            self._phase = f"{WORKER_FAILED}, waiting for its replacement"
+        if update.num_alive < self._min_workers and self._phase == PEER_FAILED:
+            self._phase = f"{PEER_FAILED}, waiting for its replacement"
         if not update.num_alive and self._phase == "training" and update.outcome is None:
             self._phase = "waiting for workers on nodes that are not drained"
         newest = self._newest | update.progress

@@ -46,19 +46,17 @@ COUNTERS = {
     "failures_total": ("Failures by kind.", ("kind",)),
 }
 """Help and labels of each counter, without the label `run`."""
-_OF_GOODPUT = (
-    events.SessionStarted,
-    events.GenerationFormed,
-    events.GenerationStarted,
-    events.StepsCompleted,
-    events.CommitSucceeded,
-    events.GenerationEnded,
-    events.GenerationAccount,
-    events.WorkerFailed,
-    events.RunFinished,
-)
 FAILURES = ("worker", "connection", "start", "hang", "commit", "rendezvous", "run")
 """Kinds of failures. A worker that hangs is one of kind `hang` and one of kind `worker`."""
+_FAILURES: dict[type[Event], str] = {
+    events.NewcomerFailed: "start",
+    events.StartFailed: "start",
+    events.HangDetected: "hang",
+    events.CommitFailed: "commit",
+    events.RendezvousRestarted: "rendezvous",
+    events.RunFailed: "run",
+}
+"""Events that are a failure, and its kind. A failed worker is counted once."""
 
 
 class RunMetrics:
@@ -72,10 +70,12 @@ class RunMetrics:
 
     def __init__(self, run: str, resume_from: Commit | None, clock: Callable[[], float] = time.time) -> None:
         self._run, self._clock = run, clock
-        self._gauges = {name: Gauge(PREFIX + name, *_described(GAUGES[name])) for name in GAUGES}
-        self._counters = {name: Counter(PREFIX + name, *_described(COUNTERS[name])) for name in COUNTERS}
-        self._counted: dict[tuple[str, int | None], Event] = {}
-        """The events that the goodput needs: few for each generation, however long the run is."""
+        self._gauges = {name: Gauge(PREFIX + name, text, ("run", *labels)) for name, (text, labels) in GAUGES.items()}
+        self._counters = {
+            name: Counter(PREFIX + name, text, ("run", *labels)) for name, (text, labels) in COUNTERS.items()
+        }
+        self._newest: dict[tuple[str, int | None], Event] = {}
+        """What the goodput is computed from: few events for each generation, however long the run is."""
         self._computed_at = float("-inf")
         self._world_size = 0
         self._by_rank: set[tuple[str, int]] = set()
@@ -128,7 +128,10 @@ class RunMetrics:
                 self._set("last_commit_timestamp_seconds", event.moment)
             case events.GenerationEnded() | events.RunFinished():
                 self._set_world_size(0)
-        self._record_failure(event)
+            case events.WorkerFailed():
+                self._record_failure(event)
+        if (kind := _FAILURES.get(type(event))) is not None:
+            self._count("failures_total", kind=kind)
         self._keep(event)
 
     def _start(self) -> None:
@@ -172,25 +175,13 @@ class RunMetrics:
                 self._set(name, value, rank=str(rank))
                 self._by_rank.add((name, rank))
 
-    def _record_failure(self, event: Event) -> None:
-        match event:
-            case events.WorkerFailed():
-                self._set_world_size(0)
-                if event.member is None:
-                    self._count("failures_total", kind="connection")
-                elif event.member not in self._failed:
-                    self._failed.add(event.member)
-                    self._count("failures_total", kind="worker")
-            case events.NewcomerFailed() | events.StartFailed():
-                self._count("failures_total", kind="start")
-            case events.HangDetected():
-                self._count("failures_total", kind="hang")
-            case events.CommitFailed():
-                self._count("failures_total", kind="commit")
-            case events.RendezvousRestarted():
-                self._count("failures_total", kind="rendezvous")
-            case events.RunFailed():
-                self._count("failures_total", kind="run")
+    def _record_failure(self, event: events.WorkerFailed) -> None:
+        self._set_world_size(0)
+        if event.member is None:
+            self._count("failures_total", kind="connection")
+        elif event.member not in self._failed:
+            self._failed.add(event.member)
+            self._count("failures_total", kind="worker")
 
     def _set_world_size(self, world_size: int) -> None:
         self._world_size = world_size
@@ -201,16 +192,15 @@ class RunMetrics:
                 self._set(name, 0, rank=str(rank))  # Ray has no way to remove it
 
     def _keep(self, event: Event) -> None:
-        """Keeps an event if the goodput depends on it. Accounts are totals of their generation: the newest counts."""
-        if isinstance(event, _OF_GOODPUT):
-            key = (event.event, getattr(event, "generation", None))
-            if key not in self._counted or not isinstance(event, events.WorkerFailed):  # its first failure ends it
-                self._counted[key] = event
-            if event.time - self._computed_at >= GOODPUT_S or isinstance(event, events.RunFinished):
-                self._compute_goodput()
+        """Keeps the newest event of each kind in each generation: accounts are totals of their generation."""
+        key = (event.event, getattr(event, "generation", None))
+        if key not in self._newest or not isinstance(event, events.WorkerFailed):  # its first failure ends it
+            self._newest[key] = event
+        if event.time - self._computed_at >= GOODPUT_S or isinstance(event, events.RunFinished):
+            self._compute_goodput()
 
     def _compute_goodput(self, *more: Event) -> None:
-        share = goodput([*self._counted.values(), *more])["goodput"]
+        share = goodput([*self._newest.values(), *more])["goodput"]
         if share is not None:
             self._computed_at = self._clock()
             self._set("goodput_ratio", share)
@@ -222,9 +212,3 @@ class RunMetrics:
     def _count(self, name: str, number: float = 1, **labels: str) -> None:
         if number > 0:
             self._counters[name].inc(number, {"run": self._run, **labels})
-
-
-def _described(metric: tuple[str, tuple[str, ...]]) -> tuple[str, tuple[str, ...]]:
-    """Returns the help and all labels of a metric."""
-    text, labels = metric
-    return text, ("run", *labels)

@@ -244,10 +244,10 @@ class RunHandle:
         _check_profile(self.name, [member["rank"] for member in status["members"]], num_steps, ranks, timeout_s)
         if isinstance(request := self._call("request_profile", ranks, num_steps, memory), str):
             raise ElasticDDPError(f"run {self.name!r} cannot be profiled: {request}. Try again later.")
-        answers = self._answers(request, time.monotonic() + timeout_s)
         silent = {"error": f"no trace within {timeout_s:g} s. Use a longer timeout_s, or fewer steps."}
-        facts = [{**worker, **(worker["answer"] or silent)} for worker in answers]
-        return {"uri": status["driver"]["uri"], "ranks": [_without(each, "answer") for each in facts]}
+        workers = self._answers(request, time.monotonic() + timeout_s)
+        facts = [worker | (worker.pop("answer") or silent) for worker in workers]
+        return {"uri": status["driver"]["uri"], "ranks": facts}
 
     def _answers(self, request: int, end: float) -> list[dict[str, Any]]:
         """Returns the answers of workers to a request, once all have come or at `end`; see `MemberRequests.answers`."""
@@ -281,10 +281,6 @@ def _check_profile(
     if ranks is not None and (not ranks or len({*ranks}) < len(ranks) or not {*ranks} <= {*known}):
         names = shorten([*map(str, known)])
         raise ConfigError(f"ranks={list(ranks)!r} are not different ranks of run {run!r}. Its ranks are now: {names}.")
-
-
-def _without(facts: Mapping[str, Any], name: str) -> dict[str, Any]:
-    return {key: value for key, value in facts.items() if key != name}
 
 
 def live_runs() -> list[str]:

@@ -13,10 +13,12 @@ from typing import Any
 from elastic_ddp.config.settings import flatten
 from elastic_ddp.errors import ConfigError, printable
 from elastic_ddp.formatting import duration, format_time, plural
-from elastic_ddp.report.charts import charts
+from elastic_ddp.report.costs import commits, stalls, where_the_time_went
+from elastic_ddp.report.curves import gpus, metrics, phases
 from elastic_ddp.report.figure import Chart, color_of
 from elastic_ddp.report.headline import headline
 from elastic_ddp.report.history import History
+from elastic_ddp.report.timeline import timeline
 
 _MAX_MARKS, _MANY_MARKS = 200, 30
 """Events in the table; and from how many on it is folded."""
@@ -59,6 +61,13 @@ def render_page(histories: Sequence[History]) -> str:
             "</body></html>",
         ]
     )
+
+
+def charts(histories: Sequence[History]) -> list[Chart]:
+    """Returns the charts that the ledgers have data for, in the order of the page."""
+    first = (timeline, metrics, phases, where_the_time_went)
+    made = [*(make(histories) for make in first), *stalls(histories), commits(histories), gpus(histories)]
+    return [chart for chart in made if chart is not None]
 
 
 def _plotly() -> str:

@@ -6,10 +6,8 @@ from typing import Any
 
 from elastic_ddp.formatting import first_line, last_line, plural
 from elastic_ddp.telemetry import events
-from elastic_ddp.telemetry.event import EXITED, Event
+from elastic_ddp.telemetry.event import EXITED, PEER_FAILED, Event
 from elastic_ddp.telemetry.request_events import Profiled
-
-WORKER_FAILED = "a worker failed"
 
 
 def describe_event(event: Event, session: int | None = None) -> str | None:
@@ -61,7 +59,7 @@ def describe_event(event: Event, session: int | None = None) -> str | None:
             return event.text
         case events.WorkerFailed():
             # A worker that reports this has only seen a connection break, perhaps to a worker whose function raised.
-            what = "a connection between workers broke" if event.reported_by else WORKER_FAILED
+            what = "a connection between workers broke" if event.reported_by else PEER_FAILED
             return f"generation {of_session}{event.generation}: {what}: {first_line(event.error)}"
         case events.WorkerLeft():
             if event.kind == "drain":

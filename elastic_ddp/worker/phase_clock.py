@@ -28,8 +28,6 @@ _PHASES: dict[Place, _Phase] = {
     "evaluation": "evaluation",
 }
 """The phases of places; all other places are `other`."""
-
-
 _FIRST_STEPS = 2
 """Steps of a generation that are not typical."""
 _CPU = torch.device("cpu")

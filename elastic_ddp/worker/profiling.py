@@ -147,24 +147,22 @@ class StepProfiler:
         profile.first_step = profile.next_step
 
     def _end(self, profile: _Profile, ended_early: str | None = None) -> None:
-        assert profile.recording is not None
+        recording, request, first_step = profile.recording, profile.request, profile.first_step
+        assert recording is not None and first_step is not None
         self._profile = None
         with self._client.paused_heartbeats():  # torch holds Python's lock for about 3 µs for each operator
-            profile.recording.stop()
-        self._record(profile)
-        steps = {"first_step": profile.first_step, "num_steps": profile.num_done, "ended_early": ended_early}
-        self._in_background(partial(self._store, profile, profile.recording, steps))
-
-    def _record(self, profile: _Profile) -> None:
-        """The first of the ranks records which steps were slower than others."""
-        request, first_step = profile.request, profile.first_step
-        if profile.rank == min(request.ranks) and first_step is not None:
-            facts: dict[str, Any] = {
-                "generation": request.generation,
-                "folder": request.folder,
-                "ranks": [*request.ranks],
-            }
-            self._client.record(Profiled(first_step=first_step, num_steps=profile.num_done, **facts))
+            recording.stop()
+        if profile.rank == min(request.ranks):
+            event = Profiled(
+                generation=request.generation,
+                first_step=first_step,
+                num_steps=profile.num_done,
+                ranks=[*request.ranks],
+                folder=request.folder,
+            )
+            self._client.record(event)
+        steps = {"first_step": first_step, "num_steps": profile.num_done, "ended_early": ended_early}
+        self._in_background(partial(self._store, profile, recording, steps))
 
     def _store(self, profile: _Profile, recording: TraceRecording, steps: dict[str, Any]) -> None:
         """Stores the trace and answers. Runs in the background."""
@@ -182,10 +180,9 @@ class StepProfiler:
     def _drop(self, reason: str) -> None:
         """Ends a profile without a trace, and answers with the reason."""
         profile, self._profile = self._profile, None
-        if profile is None:
-            return
-        self._answer(profile.number, {"error": reason})
-        self._cancel(profile)
+        if profile is not None:
+            self._answer(profile.number, {"error": reason})
+            self._cancel(profile)
 
     def _cancel(self, profile: _Profile) -> None:
         if profile.recording is not None:

@@ -20,12 +20,11 @@ class TraceRange:
         self._on_gpu = on_gpu
         self._recorded: Any = None
         self._nvtx: Any = None
+        torch_internals.listen_to_profilers(self)
 
     def switch(self, name: str | None) -> None:
         """Ends the range, and begins one with this name; none for None."""
-        if self._recorded is not None:
-            recorded, self._recorded = self._recorded, None
-            recorded.__exit__(None, None, None)
+        self._end_recorded()
         if self._nvtx is not None:
             nvtx, self._nvtx = self._nvtx, None
             torch.cuda.nvtx.range_end(nvtx)
@@ -37,3 +36,12 @@ class TraceRange:
         if torch_internals.is_profiling():
             self._recorded = torch.profiler.record_function(name)
             self._recorded.__enter__()
+
+    def session_changes(self, *, begins: bool) -> None:
+        """Ends the range of `record_function`: torch crashes if it ends in another session than it began in."""
+        self._end_recorded()
+
+    def _end_recorded(self) -> None:
+        if self._recorded is not None:
+            recorded, self._recorded = self._recorded, None
+            recorded.__exit__(None, None, None)

@@ -45,7 +45,7 @@ class TraceRecording:
         self._makes_snapshot = memory and self._on_gpu
         self._records_history = self._makes_snapshot and not records_memory_history()  # the user may record it
         self._folder = tempfile.TemporaryDirectory(prefix="elastic_ddp-profile-")
-        self._facts: dict[str, Any] = {}
+        self._peak_memory_bytes = 0
         self._session = ProfilerSession(use_cuda=self._on_gpu, profile_memory=memory)
 
     def start(self) -> None:
@@ -64,19 +64,16 @@ class TraceRecording:
         finally:
             if self._records_history:
                 record_memory_history(False)
-        self._facts = {"peak_memory_bytes": self._peak_memory()}
+        if self._on_gpu:  # of tensors, as `torch.cuda` has it
+            self._peak_memory_bytes = torch.cuda.max_memory_allocated(self._device)
+        else:  # of this process
+            self._peak_memory_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _KIB
 
     def cancel(self) -> None:
         """Ends the recording without a trace, wherever it is."""
         self._session.cancel()
         if self._records_history:
             record_memory_history(False)
-
-    def _peak_memory(self) -> int:
-        """The most memory that tensors have used on a GPU, as `torch.cuda` has it; on a CPU, that this process has."""
-        if self._on_gpu:
-            return torch.cuda.max_memory_allocated(self._device)
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _KIB
 
     def export(self) -> None:
         """Writes the trace to a local file. Torch holds Python's lock meanwhile."""
@@ -90,7 +87,8 @@ class TraceRecording:
         files = str(self._path(_TRACE)), str(self._path(_COMPRESSED))
         program = [sys.executable, "-I", "-S", trace_program.__file__, *files]
         output = subprocess.run(program, capture_output=True, check=True, timeout=FIGURES_WITHIN_S).stdout
-        figures = facts | json.loads(output) | self._facts | {"trace": f"{prefix}.json.gz", "snapshot": None}
+        figures = facts | json.loads(output) | {"peak_memory_bytes": self._peak_memory_bytes}
+        figures |= {"trace": f"{prefix}.json.gz", "snapshot": None}
         storage.write(f"{prefix}.json.gz", self._path(_COMPRESSED).read_bytes())
         if self._makes_snapshot:
             figures["snapshot"] = f"{prefix}-memory.pickle"

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from elastic_ddp.errors import TrainFunctionError
-from elastic_ddp.report.charts import charts
 from elastic_ddp.report.history import History, read_history
+from elastic_ddp.report.page import charts
 from elastic_ddp.report.picture import draw
 from elastic_ddp.storage.storage import Storage
 from elastic_ddp.telemetry import read_ledger

@@ -17,12 +17,11 @@ import pytest
 from elastic_ddp.cli.timeline import MARKS as WATCH_MARKS
 from elastic_ddp.errors import ConfigError, StorageError
 from elastic_ddp.formatting import duration
-from elastic_ddp.report.charts import charts
 from elastic_ddp.report.figure import thin
 from elastic_ddp.report.headline import headline
 from elastic_ddp.report.history import History, Point, read_history, throughput, with_dead_driver
 from elastic_ddp.report.marks import Kind
-from elastic_ddp.report.page import render_page
+from elastic_ddp.report.page import charts, render_page
 from elastic_ddp.report.picture import draw
 from elastic_ddp.report.timeline import MARKS
 from elastic_ddp.telemetry import Ledger

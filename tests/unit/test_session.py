@@ -24,8 +24,8 @@ from elastic_ddp.rendezvous.members import JoinRequest
 from elastic_ddp.rendezvous.messages import DriverUpdate
 from elastic_ddp.storage.lease import DriverLease
 from elastic_ddp.telemetry import Progress
-from elastic_ddp.telemetry.description import WORKER_FAILED, describe_event
-from elastic_ddp.telemetry.event import Event
+from elastic_ddp.telemetry.description import describe_event
+from elastic_ddp.telemetry.event import PEER_FAILED, Event
 from elastic_ddp.telemetry.events import CommitSucceeded
 from elastic_ddp.telemetry.ledger import read_ledger
 from tests.unit.inprocess_rendezvous import FAKE_RAY, InProcessRendezvous
@@ -187,8 +187,8 @@ def test_shown_progress_never_returns_to_an_earlier_generation(monkeypatch: pyte
     display.show_update(running._replace(num_alive=0))
     assert shown[:3] == [
         (31, 2, "training"),
-        (31, 2, WORKER_FAILED),
-        (31, 2, f"{WORKER_FAILED}, waiting for its replacement"),
+        (31, 2, PEER_FAILED),
+        (31, 2, f"{PEER_FAILED}, waiting for its replacement"),
     ]
     assert shown[3:5] == [(40, 1, "training"), (41, 1, "training")]
     assert shown[5][2].startswith("waiting for workers")
