@@ -1,4 +1,4 @@
-"""The gate between two steps of a training loop: a side of the benchmark waits there until it is told what to do.
+"""The gate between two steps of a training loop: a side of the benchmark waits there for a command.
 
 The benchmark writes numbered commands into the side's folder, and the side writes an answer to each. So all sides are
 started once, keep their process and their memory, and take turns. A command is a generator: it yields wherever the loop

@@ -1,4 +1,4 @@
-"""What a trace of torch.profiler says about the device: when it was idle, and where the host waited for it.
+"""Figures about the device from a trace of torch.profiler: when it was idle, and where the host waited for it.
 
 It reads the Chrome trace format. Times in it are microseconds; intervals are pairs of them.
 """

@@ -256,7 +256,7 @@ def elastic_commands(run: Any, model: torch.nn.Module, gate: Gate, side: Side) -
         return {"alone_s": alone, "held_s": held, "beside_s": beside, "write_s": write_s, "num_bytes": num_bytes}
 
     def restore_newest(command: dict[str, Any]) -> Command:
-        """Restores the newest commit into the model and the optimizer, which then go on from their old position."""
+        """Restores the newest commit into the model and the optimizer, which then continue from their old position."""
         yield from ()
         loop, storage = run._loop, RetryingStorage(run._loop.job.storage.at(COMMITS))
         read_s, load_s = [], []

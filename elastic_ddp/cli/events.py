@@ -68,12 +68,12 @@ def _entry(event: Event) -> dict[str, Any]:
 def _line(event: Event, session: int) -> str:
     when = datetime.fromtimestamp(event.moment).astimezone().isoformat(timespec="seconds")
     fields = {name: value for name, value in event.to_json().items() if name not in ("event", "at")}
-    return f"{when}  {session}  {event.event:<16}  {_text(fields)}".rstrip()
+    return f"{when}  {session}  {event.event:<16}  {' '.join(_texts(fields))}".rstrip()
 
 
-def _text(fields: Mapping[str, Any]) -> str:
-    """Returns fields as `name=value`; those that are null or empty are left out."""
-    return " ".join(f"{name}={_value(value)}" for name, value in fields.items() if value not in (None, "", [], {}))
+def _texts(fields: Mapping[str, Any]) -> Iterator[str]:
+    """Yields fields as `name=value`; those that are null or empty are left out."""
+    yield from (f"{name}={_value(value)}" for name, value in fields.items() if value not in (None, "", [], {}))
 
 
 def _value(value: Any) -> str:
@@ -81,7 +81,7 @@ def _value(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.6g}"
     if isinstance(value, Mapping):
-        text = "{" + _text(value).replace(" ", ", ") + "}"
+        text = "{" + ", ".join(_texts(value)) + "}"
     elif isinstance(value, list):
         text = "[" + ", ".join(map(_value, value)) + "]"
     else:

@@ -11,8 +11,9 @@ import typer
 from elastic_ddp.errors import ConfigError, StorageError
 from elastic_ddp.storage.lease import find_holder
 from elastic_ddp.storage.storage import Storage
-from elastic_ddp.telemetry import LedgerReader, read_ledger
+from elastic_ddp.telemetry import LedgerReader
 from elastic_ddp.telemetry.event import Event
+from elastic_ddp.telemetry.ledger import list_sessions
 
 RecordedRun = Annotated[
     str,
@@ -29,7 +30,7 @@ class RunLedger:
     def __init__(self, run: str) -> None:
         self._open(run)
         if not self._first:
-            matches = sorted(str(path) for path in Path().glob(f"*/{glob.escape(run)}") if read_ledger(Storage(path)))
+            matches = sorted(str(path) for path in Path().glob(f"*/{glob.escape(run)}") if list_sessions(Storage(path)))
             if len(matches) != 1 or Path(run).name != run:
                 found = " or ".join(matches) or "<storage>/<name>"
                 raise ConfigError(f"{run}: there is no run in this folder. Use {found}.")

@@ -33,7 +33,7 @@ def stacks(
 ) -> None:
     """Print the Python stacks of all ranks of a live run, or of a run's last hang.
 
-    The stacks of a live run are those of now. A rank answers also while it hangs in a collective or in native code that
+    A rank of a live run answers also while it hangs in a collective or in native code that
     does not hold Python's lock. If the run is not live, the command prints the stacks that its workers recorded in the
     last hang. No cluster is needed then. Equal stacks of several ranks are printed once.
     With --json, they are those of all threads.
@@ -66,7 +66,9 @@ def _now(run: str) -> Mapping[str, Any]:
 def _of_last_hang(run: str) -> Mapping[str, Any]:
     facts = stacks_of_last_hang(RunLedger(run).read())
     if facts is None:
-        raise ConfigError(f"{run}: its ledger has no hang. Without --last-hang, a live run has the stacks of now.")
+        raise ConfigError(
+            f"{run}: its ledger has no hang. Without --last-hang, a live run's current stacks are printed."
+        )
     return facts
 
 

@@ -24,7 +24,7 @@ MARKS: dict[Kind, tuple[str, str, str]] = {
     "resumed": ("↻", "bold blue", "resumed"),
     "joined": ("▲", "bold green", "joined"),
 }
-"""Symbol, style and name of what may happen to a run; of two in one interval, the first here is shown."""
+"""Symbol, style and name of each kind of mark. Of two in one interval, the first of this dict is shown."""
 
 
 class Timeline:

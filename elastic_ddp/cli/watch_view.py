@@ -72,7 +72,7 @@ def _progress(summary: Mapping[str, Any], ledger: Sequence[Event], rate: MovingR
     done, total = summary["steps"] or 0, _total_steps(summary, ledger)
     text = f"step {done:,}" + ("" if total is None else f" of {total:,}")
     if total and rate is not None and (steps_per_s := rate.steps_per_s):
-        text += f"  {clock_face((total - done) / steps_per_s)} left"
+        text += f"  {clock_face(max(0, total - done) / steps_per_s)} left"
     line, columns = Table.grid(padding=(0, 1)), min(36, width - len(text) - 2)
     bar = [ProgressBar(total=total, completed=min(done, total), width=columns)] if total and columns >= 8 else []
     line.add_row(*bar, text)

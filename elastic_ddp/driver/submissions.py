@@ -1,8 +1,8 @@
 """The jobs of a submitted driver: how one died, which job restarts it, and whether any will.
 
 A driver that is restarted gets a new job. The jobs of one submission have the ids `ID`, `ID-1`, `ID-2`, ..., and their
-metadata says how many there may be, so no process has to remember it. The id of a job can
-be used once. The next one becomes either a restart, or a marker: a job without a driver, which ends the restarts.
+metadata has how many there may be. The id of a job can be used once. The next one becomes either a restart, or a
+marker: a job without a driver, which ends the restarts.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ RETRY_S, MAX_RETRY_S = 1.0, 60.0
 
 
 class Abandoned(Exception):
-    """The session no longer waits for this logger, or another driver has the run."""
+    """The session has ended, or another driver has taken over the run."""
 
 
 class Delivery:
@@ -35,7 +35,7 @@ class Delivery:
     Args:
         name: the logger's name in messages.
         session: name of the driver's session.
-        describe: returns what the logger learns about the run.
+        describe: returns the facts about the run for the logger.
         storage: the run's folder.
         notify: shows a message at the driver's terminal.
         is_replaced: whether another driver has taken over the run, and its loggers.
@@ -155,7 +155,7 @@ class Delivery:
                 self._changed.wait()
 
     def _wait(self, seconds: float) -> None:
-        """Waits for the next try; not long once the session has ended."""
+        """Waits before a retry; only `RETRY_S` once the session has ended."""
         with self._changed:
             self._changed.wait_for(lambda: self._is_abandoned or self._status is not None, seconds)
             self._check()
@@ -177,7 +177,7 @@ class Delivery:
             self._note_success()
 
     def _announce(self) -> None:
-        """Says once where the logger writes, if it says so."""
+        """Prints once where the logger writes, if it has a `destination`."""
         if not self._is_announced and (destination := getattr(self._logger, "destination", None)):
             self._notify(f"logging to {hide_credentials(str(destination))}")
         self._is_announced = True

@@ -1,4 +1,4 @@
-"""The interface of a logger, and what it learns about the run."""
+"""The interface of a logger, and the facts about the run that it receives."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ from typing import Any, Protocol
 
 @dataclass(frozen=True, kw_only=True)
 class LoggedRun:
-    """What a logger learns about the run."""
+    """The facts about a run that a logger receives."""
 
     name: str
     """Name of the run."""
     uri: str
     """The run's folder, `<storage>/<name>`."""
     id: str
-    """A unique id, the same in all sessions that continue the run. A session that begins anew after an earlier one,
-    because there was no commit, has another id: its code and settings may differ, so it is another run for loggers."""
+    """A unique id, the same in all sessions that continue the run. A session that
+    starts from step 0 after an earlier one, because there was no commit, has another id: its code and settings may
+    differ, so it is another run for loggers."""
     config: Mapping[str, Any]
     """The configuration, as the ledger has it: of `env` and `runtime_env` the names only."""
     session: str

@@ -17,7 +17,7 @@ EXPERIMENT = "elastic_ddp"
 TAG = "elastic_ddp.run_id"
 """The tag by which a later session finds its MLflow run."""
 STEP = "step"
-"""A metric of every step, whose value is the step: it says which step is the newest."""
+"""A metric of every step whose value is the step. Its newest value is the newest step."""
 _STATUS = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
 _MAX_PARAM = 500
 _MAX_NAME = 250

@@ -148,7 +148,7 @@ class RunLoggers:
             delivery.abandon()
 
     def _describe(self) -> LoggedRun:
-        """Reads what loggers learn about the run. Its id is the name of the session with which it began."""
+        """Returns the facts about the run. Its id is the name of the session with which it began."""
         if self._id is None:
             self._id = beginning(read_ledger(self._storage)) or self._session
         return LoggedRun(

@@ -17,8 +17,6 @@ PROJECT = "elastic_ddp"
 _BLOCK_BYTES, _HEADER_BYTES = 32 * 1024, 7
 _FULL, _LAST = 1, 4
 """Kinds of the last part of a record in a `.wandb` file, which has LevelDB's log format."""
-
-
 NO_CREDENTIAL = (
     "loggers='wandb': W&B has no credential. Run `wandb login`, or set WANDB_API_KEY or WANDB_MODE=offline in the "
     "environment of the driver"
@@ -28,8 +26,8 @@ NO_CREDENTIAL = (
 class WandbLogger:
     """Continues the same W&B run in all sessions.
 
-    Online, the server says which steps it has. Offline, the files of earlier sessions do: W&B writes them with a delay,
-    so what `log` got is not in them if the driver was killed.
+    Online, the newest step comes from the server. Offline, it comes from the files of earlier sessions: W&B writes them
+    with a delay, so what `log` got is not in them if the driver was killed.
 
     Raises:
         ConfigError: no credential is configured, and the mode is not offline; or the package is too old.
@@ -64,7 +62,7 @@ class WandbLogger:
             settings=wandb.Settings(console="off", silent=True, init_timeout=20.0, finish_timeout=20.0),
         )
         self.destination = self._run.url or ("" if self._run.disabled else f"{Path(folder, 'wandb')}, offline")
-        # Online, the server knows; the next step is 0 if it has none.
+        # The server returns the next step, 0 for none.
         return self._run.starting_step - 1 if self._run.starting_step else newest
 
     def log(self, step: int, values: Mapping[str, float], time: float) -> None:
@@ -74,7 +72,7 @@ class WandbLogger:
         self._run.finish(exit_code=1 if status == "failed" else 0)
 
     def _leave_broken_run(self) -> None:
-        """Ends the run of an earlier start. If W&B's service has died, lets a new one start."""
+        """Ends the run of an earlier start. If W&B's service has died, a new one starts."""
         import wandb
 
         broken, self._run = self._run, None

@@ -1,4 +1,4 @@
-"""The sentence that says what happened to a run."""
+"""A run in one sentence."""
 
 from __future__ import annotations
 

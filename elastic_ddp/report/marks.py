@@ -1,4 +1,4 @@
-"""The marks of a run: each change that a reader looks for, from the events of its ledger."""
+"""The marks of a run: its changes of workers and sessions, its failures and hangs, from the events of its ledger."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from elastic_ddp.telemetry.sessions import Session
 Kind = Literal["joined", "failed", "drained", "left", "stopped", "run failed", "driver died", "resumed", "hang"]
 DRIVER_DIED = "the driver died: no event tells how its session ended"
 _MAX_NAMED = 3
-"""Of more workers, a mark tells the number only."""
+"""For more workers, a mark has only their number."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Mark:
-    """A change of a run that a reader looks for."""
+    """A change of a run, or a failure."""
 
     kind: Kind
     at: float
@@ -97,7 +97,7 @@ class _Marks:
         self._has_end = False
         """Whether the session reported its end."""
         self._resumed: str | None = None
-        """What the mark of a resumed session says; None after its first generation has formed."""
+        """The text for the mark of a resumed session; None after its first generation has formed."""
 
     def take(self, event: Event) -> None:
         """Takes the next event."""
@@ -128,9 +128,10 @@ class _Marks:
     def _begin(self, event: SessionStarted) -> None:
         if self._last is not None and not self._has_end:
             self._add("driver died", self._last, DRIVER_DIED)
-        self._step = event.resumed_from_step or self._step
+        number = self._clock.session(event)
+        self._step = event.resumed_from_step or (0 if number else None)
         self._size, self._members, self._has_end, self._resumed = 0, set(), False, None
-        if number := self._clock.session(event):
+        if number:
             where = "the start" if event.resumed_from_step is None else f"step {event.resumed_from_step:,}"
             pause = duration(self._clock.pause_s(number))
             self._resumed = f"resumed from {where}: the driver started {pause} after the session before"

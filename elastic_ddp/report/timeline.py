@@ -1,4 +1,4 @@
-"""The chart that says what happened to a run: its workers, its loss and its throughput over time."""
+"""The main chart of a run: its workers with what changed them, its loss and its throughput over time."""
 
 from __future__ import annotations
 

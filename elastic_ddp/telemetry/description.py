@@ -11,7 +11,7 @@ from elastic_ddp.telemetry.request_events import Profiled
 
 
 def describe_event(event: Event, session: int | None = None) -> str | None:
-    """Returns the line about an event that people want to see while a run trains, or None for most events.
+    """Returns the line that the driver prints about an event, or None for most events.
 
     With the number of its session, `2.1` is the first generation of the second session.
     """

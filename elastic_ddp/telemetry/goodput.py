@@ -93,7 +93,7 @@ def stalls(events: Iterable[Event]) -> dict[tuple[str, int], dict[str, float | N
 
 
 def stall_parts(generation: Mapping[str, Any], usual_step_s: float | None) -> dict[str, float]:
-    """Returns the seconds of each of the `STALLS` of a generation. A first step costs what a usual one does not.
+    """Returns the seconds of each of the `STALLS` of a generation; of a first step, what exceeds a usual one.
 
     Args:
         generation: a row of the summary.
@@ -146,7 +146,7 @@ def _rest(
 
 
 def _split_work(generation: Generation, useful_s: float) -> list[_Work]:
-    """Splits a generation's useful time at the accounts that say how many steps were done."""
+    """Splits a generation's useful time at the accounts that have the number of steps done."""
     work, done, booked_s = [], generation.first_step or 0, 0.0
     scale = useful_s / generation.account["useful"] if generation.account.get("useful") else 0.0
     for seconds, step in sorted(generation.progress):

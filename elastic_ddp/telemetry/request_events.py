@@ -1,4 +1,4 @@
-"""The events of what people ask a live run for. All others are in `events.py`."""
+"""The events of requests to a live run. All others are in `events.py`."""
 
 from __future__ import annotations
 

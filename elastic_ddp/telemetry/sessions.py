@@ -30,7 +30,7 @@ _WITHOUT_STATE = (STARTED, RESUMED)
 
 @dataclass
 class Generation:
-    """What a session's events say about one generation; times are seconds since the session began."""
+    """One generation, from the events of its session. Times are seconds since the session began."""
 
     number: int
     world_size: int
@@ -81,7 +81,7 @@ class Generation:
 
 @dataclass
 class Session:
-    """What the events say about one session, from the call of `fit` until its workers have exited."""
+    """One session, from the call of `fit` until its workers have exited."""
 
     name: str
     began_at: float

@@ -34,7 +34,7 @@ _CPU = torch.device("cpu")
 
 
 class Timer(Protocol):
-    """Marks moments, of which it tells later how far apart they are."""
+    """Marks moments, and measures the time between two of them later."""
 
     def mark(self) -> Any:
         """Returns a mark of this moment."""

@@ -154,6 +154,11 @@ def test_events_refuses_an_unknown_kind_and_a_folder_without_a_run(tmp_path: Pat
     assert not (tmp_path / "nothing").exists()
 
 
+def test_a_text_of_several_words_in_a_field_of_a_field_stays_whole(tmp_path: Path, ledger: Ledger) -> None:
+    write(ledger, "session_started", config={"note": "two words", "steps": 5})
+    assert "config={note=two words, steps=5}" in invoke("events", str(tmp_path)).output
+
+
 def test_long_texts_are_cut_to_one_line(tmp_path: Path, ledger: Ledger) -> None:
     write(ledger, "stacks", member="m", place="p", stacks="File a.py\n" + "x" * 1000)
     [line] = invoke("events", str(tmp_path)).output.splitlines()

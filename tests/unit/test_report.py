@@ -96,6 +96,21 @@ def test_a_session_ends_at_its_mark_and_the_next_one_resumes_where_training_star
     assert [(mark.kind, mark.at, mark.world_size) for mark in cut.marks] == [("driver died", cut.seconds, 2)]
 
 
+def test_a_session_that_begins_anew_is_marked_at_step_0() -> None:
+    run = Recorder("lm")
+    run.start()
+    run.form("ab", "start")
+    run.train(36)
+    run.start(pause_s=60.0)
+    run.record("rendezvous", generation=1, world_size=2, reason="start", members=[])
+    died, begun = read_history(run.events).marks
+    assert (died.kind, died.step) == ("driver died", 36)
+    assert (begun.step, begun.text) == (
+        0,
+        "resumed from the start: the driver started 1 min after the session before",
+    )
+
+
 def test_each_kind_of_mark_has_a_symbol_in_the_report_and_in_watch() -> None:
     assert set(MARKS) == set(WATCH_MARKS) == set(get_args(Kind))
 
