@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import unicodedata
 from collections.abc import Sequence
 
 from pydantic import ValidationError
@@ -69,7 +70,11 @@ def format_validation_error(error: ValidationError, *, with_fields: bool = False
 
 def printable(text: str) -> str:
     """Returns `text` without control characters, so that names from a checkpoint cannot control a terminal."""
-    return "".join(char if char.isprintable() or char == "\n" else "\N{REPLACEMENT CHARACTER}" for char in text)
+
+    def is_harmless(char: str) -> bool:
+        return char.isprintable() or char == "\n" or unicodedata.category(char) == "Zs"  # spaces, such as no-break ones
+
+    return "".join(char if is_harmless(char) else "\N{REPLACEMENT CHARACTER}" for char in text)
 
 
 def shorten(names: Sequence[str], limit: int = 10, separator: str = ", ") -> str:

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import numpy as np
 from rich.text import Text
 
-from elastic_ddp.report.history import History
+from elastic_ddp.report.history import History, throughput
 from elastic_ddp.report.marks import Kind
 
 _BARS = "▁▂▃▄▅▆▇"
@@ -61,22 +61,8 @@ class Timeline:
         return [*means[:-1].tolist(), float(self._sizes[-1][1])]
 
     def samples_per_s(self, columns: int) -> list[float]:
-        """The mean throughput in each interval; NaN where it is not between two measurements of a session.
-
-        A stall lowers it. Steps that were redone count again.
-        """
-        points = self._history.points
-        at, done, measured_s = [0.0], [0.0], [0.0]
-        for before, point in zip([*points[:1], *points], points, strict=False):
-            is_same = before.session == point.session
-            at.append(point.at)
-            done.append(done[-1] + (max(0, (point.samples or 0) - (before.samples or 0)) if is_same else 0))
-            measured_s.append(measured_s[-1] + (max(0.0, point.at - before.at) if is_same else 0.0))
-        edges = np.linspace(0.0, self.length_s, columns + 1)
-        samples, seconds = (np.diff(np.interp(edges, at, counted)).tolist() for counted in (done, measured_s))
-        return [
-            count / spent_s if spent_s > 1e-6 else math.nan for count, spent_s in zip(samples, seconds, strict=True)
-        ]
+        """The throughput in each interval."""
+        return throughput(self._history.points, self.length_s, columns)
 
     def losses(self, columns: int) -> list[float]:
         """The last known loss in each interval; NaN before the first of a session, and after the last."""

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any
+
+import numpy as np
 
 from elastic_ddp.formatting import first_line
 from elastic_ddp.report.marks import DRIVER_DIED, Clock, Mark, find_marks
@@ -144,27 +147,21 @@ def with_dead_driver(history: History) -> History:
     return replace(history, summary={**history.summary, "status": "dead"}, marks=[*history.marks, died])
 
 
-def throughput(points: list[Point], *, buckets: int = 120) -> list[tuple[float, float | None]]:
-    """Returns samples per second over time, each over at least one of `buckets` equal parts of the time.
+def throughput(points: Sequence[Point], length_s: float, count: int) -> list[float]:
+    """Returns the mean samples per second in each of `count` equal intervals of a run's time.
 
-    Stalls between two points lower it. None stands between two sessions.
+    NaN stands for an interval that is not between two points of a session. A stall lowers the throughput. Steps that
+    were redone count again.
     """
-    if not points:
-        return []
-    shortest_s = (points[-1].at - points[0].at) / buckets
-    rates: list[tuple[float, float | None]] = []
-    since = points[0]
-    for point in points[1:]:
-        before, done = since.samples, point.samples
-        if before is None or done is None or point.session != since.session:
-            rates += [(point.at, None)] if point.session != since.session else []
-            since = point
-        elif done < before:  # the session went back to an older commit
-            since = point
-        elif point.at > since.at and point.at - since.at >= shortest_s:
-            rates.append((point.at, (done - before) / (point.at - since.at)))
-            since = point
-    return rates
+    known = [(point.session, point.at, point.samples) for point in points if point.samples is not None]
+    at, done, measured_s = [0.0], [0.0], [0.0]
+    for (session, begin, before), (same, end, after) in pairwise([*known[:1], *known]):
+        at.append(end)
+        done.append(done[-1] + (max(0, after - before) if same == session else 0))
+        measured_s.append(measured_s[-1] + (max(0.0, end - begin) if same == session else 0.0))
+    edges = np.linspace(0.0, length_s, count + 1)
+    samples, seconds = (np.diff(np.interp(edges, at, counted)).tolist() for counted in (done, measured_s))
+    return [used / spent_s if spent_s > 1e-6 else math.nan for used, spent_s in zip(samples, seconds, strict=True)]
 
 
 def finite(value: Any) -> float | None:

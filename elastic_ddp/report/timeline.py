@@ -21,7 +21,7 @@ from elastic_ddp.report.figure import (
     time_panels,
     time_unit,
 )
-from elastic_ddp.report.history import History, throughput
+from elastic_ddp.report.history import History, finite, throughput
 from elastic_ddp.report.marks import Kind
 
 MARKS: dict[Kind, tuple[str, str, str, str]] = {
@@ -40,6 +40,8 @@ _COMMIT_COLOR = "#7a8a2b"
 _START_UP_COLOR = "rgba(128,128,128,0.15)"
 _THROUGH_ALL_PANELS = {"layer": "below", "yref": "paper", "y0": 0, "y1": 1}
 _MAX_SHAPES = 200
+_INTERVALS = 120
+"""Number of equal intervals of the time, in each of which the throughput has one value."""
 _NAMED_SHARE = 0.15
 """Share of the time from which on a start-up has its name in the chart."""
 
@@ -74,15 +76,15 @@ def timeline(histories: Sequence[History]) -> Chart | None:
                 "hovertemplate": f"loss %{{y:.5g}} at %{{text}}{hover_end(histories)}",
             }
         )
-        samples = throughput(history.points)
+        length_s = max(history.seconds, 1e-3)
         rates.append(
             {
                 **run,
                 "showlegend": False,
                 "mode": "lines",
                 "line": {**run["line"], "shape": "vh"},
-                "x": [at / size for at, _ in samples],
-                "y": [rate for _, rate in samples],
+                "x": [length_s * number / _INTERVALS / size for number in range(1, _INTERVALS + 1)],
+                "y": [finite(rate) for rate in throughput(history.points, length_s, _INTERVALS)],
                 "hovertemplate": f"%{{y:,.0f}} samples/s{hover_end(histories)}",
             }
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import sys
 import time
@@ -96,6 +97,12 @@ def test_a_session_ends_at_its_mark_and_the_next_one_resumes_where_training_star
     assert [(mark.kind, mark.at, mark.world_size) for mark in cut.marks] == [("driver died", cut.seconds, 2)]
 
 
+def test_the_page_shows_its_symbols_with_their_names(plotly: None) -> None:
+    page = render_page([read_history(eventful()), read_history(calm())])
+    before, _, _ = page.partition("<script>")
+    assert "▲\N{NO-BREAK SPACE}worker joined" in before and "\N{REPLACEMENT CHARACTER}" not in before
+
+
 def test_a_session_that_begins_anew_is_marked_at_step_0() -> None:
     run = Recorder("lm")
     run.start()
@@ -140,11 +147,12 @@ def test_throughput_has_stalls_and_stops_between_sessions() -> None:
     points = [Point(session=0, at=float(at), step=at, samples=10 * at) for at in range(5)]
     points.append(Point(session=0, at=14.0, step=5, samples=50))
     points += [Point(session=1, at=20.0, step=3, samples=30), Point(session=1, at=22.0, step=5, samples=50)]
-    assert throughput(points) == [(1, 10), (2, 10), (3, 10), (4, 10), (14, 1), (20, None), (22, 10)]
-    assert throughput(points, buckets=5) == [(14, 50 / 14), (20, None)]
-    assert throughput([]) == []
+    rates = throughput(points, 22.0, 11)
+    assert rates[:2] == pytest.approx([10, 10]) and rates[2:7] == pytest.approx([1] * 5)
+    assert all(map(math.isnan, rates[7:10])) and rates[10] == pytest.approx(10)
+    assert all(map(math.isnan, throughput([], 1.0, 3)))
     went_back = [Point(session=0, at=at, step=1, samples=n) for at, n in ((0, 0), (10, 80), (15, 40), (20, 80))]
-    assert throughput(went_back) == [(10, 8), (20, 8)]
+    assert throughput(went_back, 20.0, 4) == pytest.approx([8, 8, 0, 8])
 
 
 def test_a_thinned_line_keeps_its_peaks() -> None:
