@@ -20,7 +20,7 @@ import ray
 from rich.console import Console
 from rich.table import Table
 
-from elastic_ddp.distributed.process_group import Assignment
+from elastic_ddp.distributed.assignment import Assignment
 from elastic_ddp.rendezvous.members import JoinRequest, Member
 from elastic_ddp.rendezvous.messages import RendezvousOptions
 from elastic_ddp.rendezvous.start import start_rendezvous

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from elastic_ddp.distributed.process_group import Assignment, ProcessGroup
+from elastic_ddp.distributed.assignment import Assignment
+from elastic_ddp.distributed.process_group import ProcessGroup
 from elastic_ddp.distributed.store import StoreConnection
 
 PROCESSES = multiprocessing.get_context("forkserver")

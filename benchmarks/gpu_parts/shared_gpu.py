@@ -88,9 +88,10 @@ def run_rank(answer: Any, side: Side, rank: int, ranks: int, port: int, steps: i
 
 def train(side: Side, rank: int, ranks: int, port: int, steps: int) -> dict[str, Any]:
     from elastic_ddp.config.run_config import RunConfig
+    from elastic_ddp.distributed.assignment import Assignment
     from elastic_ddp.distributed.ddp import DDPStrategy
     from elastic_ddp.distributed.prepared_model import PreparedModel
-    from elastic_ddp.distributed.process_group import Assignment, ProcessGroup
+    from elastic_ddp.distributed.process_group import ProcessGroup
     from elastic_ddp.distributed.store import StoreConnection
 
     setting, on_gpu = side.setting, side.device == "cuda"

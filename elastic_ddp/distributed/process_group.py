@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from elastic_ddp import torch_internals
 from elastic_ddp.distributed import nccl
+from elastic_ddp.distributed.assignment import Assignment
 from elastic_ddp.distributed.host_number import read
 from elastic_ddp.distributed.sockets import Socket, shut_down, tcp_sockets
 from elastic_ddp.distributed.store import StoreConnection
@@ -47,33 +48,6 @@ _PEER_FAILURE_SIGNS = (
     "failed to recv",
     _NO_GROUP,  # the group was aborted
 )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Assignment:
-    """A member's place in a generation, assigned by the rendezvous."""
-
-    generation: int
-    rank: int
-    world_size: int
-    store_host: str
-    store_port: int
-    source: int | None = None
-    """The rank that sends its state to the receivers. None if no rank has a state: the newest commit is restored."""
-    receivers: tuple[int, ...] = ()
-    """The ranks that receive that state."""
-    first_step: int | None = None
-    """The number of steps done in that state."""
-    handover_only: bool = False
-    """The generation makes no step. Its members hand over or commit the state, and rejoin."""
-    same_members: bool = False
-    """The generation has the members of the one before it."""
-    in_collective_task: bool = False
-    """Some members are in a collective task outside of a step, which others may have finished."""
-    num_nodes: int = 1
-    """The number of nodes of the generation's workers."""
-    reason: str
-    """Why the generation was formed, for the ledger."""
 
 
 class Message:

@@ -25,13 +25,6 @@ _RETRY_DELAY_S = 0.1
 _IDLE_S, _UNACKNOWLEDGED_S = 60, 5
 
 
-def host_store(host: str) -> dist.TCPStore:
-    """Returns a store that this process hosts, on a free port of this address only."""
-    listener = socket.create_server((host, 0))
-    port = listener.getsockname()[1]
-    return dist.TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
-
-
 class StoreConnection:
     """A connection to the store, made while the worker warms up and kept from one generation to the next.
 

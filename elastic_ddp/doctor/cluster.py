@@ -17,8 +17,8 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from elastic_ddp.data.access import announce, check_data, check_storage
 from elastic_ddp.data.files import DataFile, list_files
+from elastic_ddp.distributed.hosted_store import HostedStore
 from elastic_ddp.distributed.sockets import use_interface_of
-from elastic_ddp.distributed.store import host_store
 from elastic_ddp.doctor.facts import (
     Clock,
     Cluster,
@@ -175,7 +175,7 @@ def examine(*, data: str | None, storage: Storage | None, note: Callable[[str], 
         )
         for node in alive
     }
-    store = host_store(ray.util.get_node_ip_address())
+    store = HostedStore(ray.util.get_node_ip_address())
     probes = Probes({name: node_id for node_id, name in names.items()})
     try:
         return Examination(nodes, probes, (store.host, store.port)).run(data=data, storage=storage, note=note)

@@ -10,7 +10,8 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 
-from elastic_ddp.distributed.process_group import Assignment, ProcessGroup
+from elastic_ddp.distributed.assignment import Assignment
+from elastic_ddp.distributed.process_group import ProcessGroup
 from elastic_ddp.distributed.store import StoreConnection
 from elastic_ddp.doctor.facts import Gpu, Link, Reduced, Speed
 from elastic_ddp.storage.storage import Storage

@@ -7,12 +7,13 @@ import uuid
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import ray
 import ray.train
-from ray.train.backend import Backend
-from ray.train.torch import TorchConfig
+import ray.train.torch
+import torch
 
 from elastic_ddp.errors import StorageError
 from elastic_ddp.rendezvous.actor import RendezvousHandle
@@ -39,14 +40,6 @@ _RAY_TRAIN_SETTINGS = {
 """Environment variables that Ray Train reads in the driver. Values that the user has set take precedence."""
 
 
-class _NoProcessGroup(TorchConfig):
-    """Without a process group: each generation creates its own."""
-
-    @property
-    def backend_cls(self) -> type[Backend]:
-        return Backend
-
-
 def run_workers(job: Job, rendezvous: RendezvousHandle, on_controller: Callable[[Any], None]) -> None:
     """Runs a job on Ray Train workers until all of them return.
 
@@ -71,11 +64,11 @@ def run_workers(job: Job, rendezvous: RendezvousHandle, on_controller: Callable[
     # The tasks that workers start for their data inherit it.
     environment: dict[str, Any] = {"worker_runtime_env": {"env_vars": dict(config.env)}}
     # Imported late: with another Ray version the import fails, and `check_ray_version` explains that better.
-    from elastic_ddp.ray_internals.controller import ElasticTorchTrainer
     from elastic_ddp.ray_internals.state_api import RunInStateApi
+    from elastic_ddp.ray_internals.trainer import ElasticTorchTrainer
 
     trainer = ElasticTorchTrainer(
-        _run_worker,
+        partial(_run_worker, job, rendezvous),
         run_name=config.name,
         rendezvous=rendezvous,
         save_within_s=config.drain_deadline_s,
@@ -87,8 +80,6 @@ def run_workers(job: Job, rendezvous: RendezvousHandle, on_controller: Callable[
             settings=config.recorded(),
             versions=versions(),
         ),
-        train_loop_config={"job": job, "rendezvous": rendezvous},
-        torch_config=_NoProcessGroup(),
         scaling_config=ray.train.ScalingConfig(
             use_gpu=config.use_gpu, resources_per_worker=dict(config.resources_per_worker), **scaling
         ),
@@ -116,7 +107,7 @@ def report_outcome(job: Job, outcome: Mapping[str, Any]) -> None:
     state_api.report_outcome(job.session, outcome["status"], detail)
 
 
-def _run_worker(arguments: dict[str, Any]) -> None:
+def _run_worker(job: Job, rendezvous: RendezvousHandle) -> None:
     """Ray Train's training function, which it calls in every worker."""
     train_context = ray.train.get_context()
     runtime = ray.get_runtime_context()
@@ -130,5 +121,7 @@ def _run_worker(arguments: dict[str, Any]) -> None:
         pid=os.getpid(),
     )
     resources: dict[str, float] = next((node["Resources"] for node in ray.nodes() if node["NodeID"] == node_id), {})
-    context = WorkerContext(member, ray.train.torch.get_device(), resources)
-    work(arguments["job"], arguments["rendezvous"], context)
+    device = ray.train.torch.get_device()
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    work(job, rendezvous, WorkerContext(member, device, resources))

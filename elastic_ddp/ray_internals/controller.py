@@ -12,17 +12,14 @@ import asyncio
 import dataclasses
 import logging
 import math
+import os
 import time
-import uuid
-from collections.abc import Callable, Collection
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import ray
-from ray.data._internal.stats import get_or_create_stats_actor
 from ray.exceptions import RayActorError, RayError, RayTaskError
-from ray.train.torch import TorchTrainer
-from ray.train.v2._internal.constants import get_env_vars_to_propagate
 from ray.train.v2._internal.exceptions import WorkerGroupStartupFailedError, WorkerGroupStartupTimeoutError
 from ray.train.v2._internal.execution.controller import TrainController
 from ray.train.v2._internal.execution.controller import state as states
@@ -30,17 +27,14 @@ from ray.train.v2._internal.execution.controller.controller import TrainControll
 from ray.train.v2._internal.execution.failure_handling import FailureDecision
 from ray.train.v2._internal.execution.failure_handling.default import DefaultFailurePolicy
 from ray.train.v2._internal.execution.scaling_policy import ResizeDecision
-from ray.train.v2._internal.execution.scaling_policy.elastic import ElasticScalingPolicy
 from ray.train.v2._internal.execution.worker_group import WorkerGroupPollStatus
 from ray.train.v2._internal.execution.worker_group.worker import Worker
 from ray.train.v2.api.exceptions import ControllerError, TrainingFailedError, WorkerGroupError
 
-from elastic_ddp.ray_internals.cluster_use import placement_group_prefix
 from elastic_ddp.ray_internals.messages import mark_messages
 from elastic_ddp.ray_internals.nodes import draining_nodes
-from elastic_ddp.ray_internals.scaling import NODE_ID, LimitedScalingPolicy, autoscaled_nodes, shorten_intervals
-from elastic_ddp.ray_internals.state_api import RunInStateApi, is_tracked
-from elastic_ddp.ray_internals.worker_group import ElasticWorkerGroup, actor_id, release_placement_groups
+from elastic_ddp.ray_internals.scaling import LimitedScalingPolicy, autoscaled_nodes, shorten_intervals
+from elastic_ddp.ray_internals.worker_group import ElasticWorkerGroup, actor_id
 from elastic_ddp.ray_internals.worker_states import classify_workers
 from elastic_ddp.telemetry.events import StartFailed
 
@@ -65,7 +59,6 @@ DISMISSED_EXIT_S = 5.0
 
 _EXIT_DETAIL, _CONNECTION_CLOSED = "Worker exit detail: ", "connection error code 2"
 """Parts of Ray's message about a process that has exited."""
-_UNUSED_CALLBACKS = ("PlacementGroupCleanerCallback", "DatasetsCallback", "StateManagerCallback")
 _VERBOSE_LOGGERS = ("scaling_policy", "worker_group", "failure_handling.default")
 """They log each poll of the cluster, each try to start workers, and each failed worker as a failed run."""
 
@@ -74,11 +67,21 @@ class ElasticController(TrainController):
     """Adds and removes workers one by one, as the rendezvous directs.
 
     Names of placement groups start with `placement_group_prefix`. A dismissed worker has `save_within_s` for its save.
+    `environment` has the environment variables of Ray Train for this process and the workers.
     """
 
     worker_group_cls = ElasticWorkerGroup
 
-    def __init__(self, *, rendezvous: Any, placement_group_prefix: str, save_within_s: float, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        *,
+        rendezvous: Any,
+        placement_group_prefix: str,
+        save_within_s: float,
+        environment: Mapping[str, str],
+        **kwargs: Any,
+    ) -> None:
+        os.environ.update(environment)
         for module in _VERBOSE_LOGGERS:
             logging.getLogger(f"ray.train.v2._internal.execution.{module}").setLevel(logging.WARNING)
         super().__init__(**kwargs)
@@ -302,54 +305,3 @@ def _draining_nodes() -> dict[str, float]:
         node: max(MIN_DRAIN_S, (deadline_ms - now_ms) / 1000) if deadline_ms else DEFAULT_DRAIN_S
         for node, deadline_ms in draining_nodes().items()
     }
-
-
-class ElasticTorchTrainer(TorchTrainer):
-    """Ray Train's trainer with `ElasticController`, and without three of Ray Train's callbacks.
-
-    The placement group cleaner needs the dashboard, which `ray[train]` does not install, and logs a warning every
-    second. `fit` removes its placement groups itself. Another callback shards data sets of Ray Train, which are not
-    used here, and starts a process for each new worker. `state_api` takes the place of the third one.
-    `on_controller` is called with the controller actor.
-    """
-
-    def __init__(
-        self,
-        *args: Any,
-        run_name: str,
-        rendezvous: Any,
-        save_within_s: float,
-        on_controller: Callable[[Any], None],
-        state_api: RunInStateApi,
-        **kwargs: Any,
-    ) -> None:
-        super().__init__(*args, **kwargs)
-        self._state_api = state_api
-        self._run_name = run_name
-        self._controller_arguments = {"rendezvous": rendezvous, "save_within_s": save_within_s}
-        self._on_controller = on_controller
-
-    def _create_default_callbacks(self) -> list[Any]:
-        callbacks: list[Any] = super()._create_default_callbacks()  # type: ignore[misc]
-        used = [callback for callback in callbacks if type(callback).__name__ not in _UNUSED_CALLBACKS]
-        return [*used, self._state_api] if is_tracked() else used
-
-    def _initialize_and_run_controller(self, **arguments: Any) -> Any:
-        # Otherwise Ray Data creates this actor on a worker's node, which the autoscaler then never finds idle.
-        get_or_create_stats_actor()
-        prefix = placement_group_prefix(self._run_name, uuid.uuid4().hex)
-        arguments["failure_policy"] = CountingFailurePolicy(arguments["failure_policy"].failure_config)
-        if isinstance(policy := arguments["scaling_policy"], ElasticScalingPolicy):
-            arguments["scaling_policy"] = LimitedScalingPolicy(policy.scaling_config)
-        this_node = {NODE_ID: ray.get_runtime_context().get_node_id()}
-        environment = {**get_env_vars_to_propagate(), "RAY_WARN_BLOCKING_GET_INSIDE_ASYNC": "0"}
-        options = {"num_cpus": 0, "label_selector": this_node, "runtime_env": {"env_vars": environment}}
-        actor_class: Any = ray.remote(ElasticController)
-        arguments |= {"placement_group_prefix": prefix, **self._controller_arguments}
-        controller = actor_class.options(**options).remote(**arguments)
-        self._on_controller(controller)
-        try:
-            ray.get(controller.run.remote())
-            return ray.get(controller.get_result.remote())
-        finally:
-            release_placement_groups(prefix)

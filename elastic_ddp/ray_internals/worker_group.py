@@ -8,18 +8,20 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import os
 import time
 import uuid
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any, ClassVar
 
 import ray
 from ray.exceptions import RayActorError, RayError
+from ray.train.v2._internal.constants import get_env_vars_to_propagate
 from ray.train.v2._internal.exceptions import WorkerGroupStartupFailedError
 from ray.train.v2._internal.execution.context import DistributedContext
-from ray.train.v2._internal.execution.worker_group import WorkerGroup
+from ray.train.v2._internal.execution.worker_group import WorkerGroup, state, worker_group
 from ray.train.v2._internal.execution.worker_group.placement_group_handle import PlacementGroupHandle
-from ray.train.v2._internal.execution.worker_group.state import WorkerGroupContext
+from ray.train.v2._internal.execution.worker_group.state import WorkerGroupContext, WorkerGroupState
 from ray.train.v2._internal.execution.worker_group.worker import RayTrainWorker, Worker
 from ray.train.v2._internal.util import bundle_to_remote_args
 from ray.util.placement_group import (
@@ -94,16 +96,37 @@ def actor_id(worker: Worker) -> str:
 class ElasticWorker(RayTrainWorker):
     """Ray Train's worker process, with SIGTERM as a notice to leave. Ray creates it in the main thread."""
 
-    def __init__(self) -> None:
+    def __init__(self, environment: Mapping[str, str]) -> None:
+        os.environ.update(environment)
         super().__init__()
         mark_messages()
         signals.listen_for_sigterm()
 
 
+class _NoBarrier:
+    """Takes the place of the actor for the barrier of `ray.train.report`: not used here, and its process takes 1 s."""
+
+    @staticmethod
+    def options(**_: Any) -> type[_NoBarrier]:
+        return _NoBarrier
+
+    @staticmethod
+    def remote(**_: Any) -> str:
+        return ""  # false, so that Ray Train kills no actor if the group fails to start
+
+
+class _GroupState(WorkerGroupState):
+    """The state of a group without that actor."""
+
+    def shutdown(self) -> None:
+        state._shutdown_workers(self.workers)
+        self.placement_group_handle.shutdown()
+
+
 class ElasticWorkerGroup(WorkerGroup):
     """Adds and removes workers while others train. The ranks of Ray Train are unrelated to ranks in a generation."""
 
-    _worker_cls = ElasticWorker
+    _worker_cls: Any = ElasticWorker
     avoid: ClassVar[list[str]] = []
     """Ids of nodes on which no worker may start. Shared by all groups of the process, as one can replace another."""
     placement_group_prefix: ClassVar[str] = ""
@@ -121,6 +144,8 @@ class ElasticWorkerGroup(WorkerGroup):
 
         Ray Train does not retry if a worker dies when its function starts, and leaves the other workers running.
         """
+        modules: Any = worker_group, state
+        modules[0].SynchronizationActor, modules[1].WorkerGroupState = _NoBarrier, _GroupState
         try:
             super()._start_impl(*arguments)
         except (RayActorError, WorkerGroupStartupFailedError) as error:
@@ -159,16 +184,14 @@ class ElasticWorkerGroup(WorkerGroup):
         self._placement_groups |= {actor_id(worker): group for worker, group in zip(workers, groups, strict=True)}
         return WorkerGroup._assign_worker_ranks(workers)
 
-    def _init_train_context(self, workers: list[Worker], sync_actor: Any) -> None:
-        super()._init_train_context(workers, sync_actor)
-        # The barrier of `ray.train.report`, which needs a fixed number of workers and is not used here.
-        ray.kill(sync_actor)
-
     def _create_actor(self, placement_group: PlacementGroup) -> Any:
-        runtime_env = self._get_worker_runtime_env(self._train_run_context.run_config.worker_runtime_env or {})
-        actor = ray.remote(runtime_env=runtime_env, **bundle_to_remote_args(self._resources()))(self._worker_cls)
+        variables = (self._train_run_context.run_config.worker_runtime_env or {}).get("env_vars")
+        # Only if needed: Ray starts a process that has a runtime environment with two imports of Ray instead of one.
+        runtime_env: dict[str, Any] = {"runtime_env": {"env_vars": variables}} if variables else {}
+        actor = ray.remote(**runtime_env, **bundle_to_remote_args(self._resources()))(self._worker_cls)
         strategy = PlacementGroupSchedulingStrategy(placement_group=placement_group, placement_group_bundle_index=0)
-        return actor.options(scheduling_strategy=strategy).remote()
+        environment = {**get_env_vars_to_propagate(), **(variables or {})}
+        return actor.options(scheduling_strategy=strategy).remote(environment)
 
     def _resources(self) -> Any:
         return self._worker_group_context.resources_per_worker

@@ -18,8 +18,8 @@ from typing import Any
 
 import ray
 
-from elastic_ddp.distributed.process_group import Assignment
-from elastic_ddp.distributed.store import host_store
+from elastic_ddp.distributed.assignment import Assignment
+from elastic_ddp.distributed.hosted_store import HostedStore
 from elastic_ddp.rendezvous.coordinator import Coordinator
 from elastic_ddp.rendezvous.hang import AT_THE_START, ActivityReport
 from elastic_ddp.rendezvous.heartbeat import HeartbeatServer
@@ -65,7 +65,7 @@ class Rendezvous:
     def __init__(self, run_name: str, total_steps: int, options: RendezvousOptions) -> None:
         self._run_name, self._total_steps, self._options = run_name, total_steps, options
         self._host = ray.util.get_node_ip_address()
-        self._store = host_store(self._host)
+        self._store = HostedStore(self._host)
         self._coordinator = Coordinator(options, (self._host, self._store.port))
         self._heartbeats = HeartbeatServer(
             options.heartbeat_timeout_s, self._on_failure, self._coordinator.membership.has_joined

@@ -7,7 +7,7 @@ import time
 from dataclasses import replace
 from typing import Any
 
-from elastic_ddp.distributed.process_group import Assignment
+from elastic_ddp.distributed.assignment import Assignment
 from elastic_ddp.errors import ElasticDDPError, StorageError
 from elastic_ddp.rendezvous.event_log import EventLog
 from elastic_ddp.rendezvous.hang import HangDetector

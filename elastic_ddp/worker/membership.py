@@ -10,7 +10,8 @@ import time
 from dataclasses import replace
 from typing import TYPE_CHECKING, TypeVar
 
-from elastic_ddp.distributed.process_group import Assignment, is_peer_failure
+from elastic_ddp.distributed.assignment import Assignment
+from elastic_ddp.distributed.process_group import is_peer_failure
 from elastic_ddp.distributed.store import StoreConnection
 from elastic_ddp.errors import WorkersFailedError, format_exception
 from elastic_ddp.rendezvous.coordinator import PREPARE_S

@@ -8,7 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from elastic_ddp.distributed.process_group import Assignment, ProcessGroup
+from elastic_ddp.distributed.assignment import Assignment
+from elastic_ddp.distributed.process_group import ProcessGroup
 from elastic_ddp.distributed.store import StoreConnection
 from elastic_ddp.errors import PeerFailedError
 from tests.ranks import empty_store

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
-from elastic_ddp.distributed.process_group import Assignment
+from elastic_ddp.distributed.assignment import Assignment
 from elastic_ddp.rendezvous.actor import Rendezvous
 from elastic_ddp.rendezvous.hang import ActivityReport
 from elastic_ddp.rendezvous.members import JoinRequest, Member

@@ -19,7 +19,7 @@ from elastic_ddp.config.run_config import DataConfig
 from elastic_ddp.data.micro_batches import MicroBatch
 from elastic_ddp.data.order import EpochShape, FeedPlan
 from elastic_ddp.data.user_calls import describe_rows
-from elastic_ddp.distributed.process_group import Assignment
+from elastic_ddp.distributed.assignment import Assignment
 from elastic_ddp.errors import ConfigError
 from elastic_ddp.rendezvous.hang import Activity
 from elastic_ddp.rendezvous.member_requests import MemberRequest

@@ -118,10 +118,19 @@ def test_imports_make_no_circle() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["cli.main", "data.transform", "data.pipeline", "notices.watch", "ray_internals.drain"]
+    "name",
+    [
+        "cli.main",
+        "data.transform",
+        "data.pipeline",
+        "notices.watch",
+        "ray_internals.drain",
+        "ray_internals.trainer",
+        "rendezvous.actor",
+    ],
 )
 def test_what_starts_often_does_not_wait_for_torch(name: str) -> None:
-    """A worker that joins waits for the processes that read its data."""
+    """A worker that joins waits for the processes that read its data, and a run for its controller and rendezvous."""
     told = f"import sys, {PACKAGE}.{name}; print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", told], check=True, capture_output=True, text=True).stdout == "False\n"
 

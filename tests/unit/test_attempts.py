@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic_ddp.distributed.process_group import Assignment
+from elastic_ddp.distributed.assignment import Assignment
 from elastic_ddp.errors import TrainFunctionError, WorkersFailedError
 from elastic_ddp.rendezvous.actor import Rendezvous
 from elastic_ddp.rendezvous.attempts import MAX_ATTEMPTS, SETTLE_S, Attempts

@@ -8,8 +8,9 @@ from typing import Any, cast
 import pytest
 import torch
 
+from elastic_ddp.distributed.assignment import Assignment
 from elastic_ddp.distributed.buffer_sync import StepBuffers, _differ, unshare_buffers
-from elastic_ddp.distributed.process_group import Assignment, ProcessGroup
+from elastic_ddp.distributed.process_group import ProcessGroup
 from elastic_ddp.distributed.reduction_tree import micro_batch_ranges, processing_order
 from elastic_ddp.distributed.store import StoreConnection
 from elastic_ddp.errors import ConfigError

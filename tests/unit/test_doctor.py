@@ -15,8 +15,8 @@ import torch.distributed as dist
 from typer.testing import CliRunner
 
 from elastic_ddp.cli.main import app
+from elastic_ddp.distributed.hosted_store import HostedStore
 from elastic_ddp.distributed.process_group import ProcessGroup
-from elastic_ddp.distributed.store import host_store
 from elastic_ddp.doctor import measure
 from elastic_ddp.doctor.checks import judge
 from elastic_ddp.doctor.cluster import node_names, sample
@@ -73,7 +73,7 @@ def test_an_all_reduce_that_is_broken_on_one_rank_fails_there() -> None:
 
 def test_a_group_that_a_node_does_not_join_ends_with_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure, "FORM_S", 0.2)
-    store = host_store("127.0.0.1")
+    store = HostedStore("127.0.0.1")
     found = Network(("127.0.0.1", store.port), CPU)
     with pytest.raises(dist.DistStoreError, match="timeout"):
         found.all_reduce(NAMES[:2], 0, generation=1)

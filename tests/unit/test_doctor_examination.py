@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from elastic_ddp.distributed.store import host_store
+from elastic_ddp.distributed.hosted_store import HostedStore
 from elastic_ddp.doctor import cluster, measure
 from elastic_ddp.doctor.checks import judge
 from elastic_ddp.doctor.cluster import Examination, Failed, Probe
@@ -57,7 +57,7 @@ def examine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Mappin
 
     def examine(faults: Mapping[tuple[str, str], Any]) -> Cluster:
         nodes = {name: Node(name=name, resources=each, free=each) for name, each in RESOURCES.items()}
-        store = host_store("127.0.0.1")
+        store = HostedStore("127.0.0.1")
         probes: Any = LocalProbes({(BAD, "connect"): Failed("cannot connect to the store"), **faults})
         examination = Examination(nodes, probes, ("127.0.0.1", store.port))
         storage = Storage(tmp_path / "runs")

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from elastic_ddp.config.run_config import RunConfig
-from elastic_ddp.distributed.process_group import Assignment
+from elastic_ddp.distributed.assignment import Assignment
 from elastic_ddp.driver.display import describe_event
 from elastic_ddp.errors import ConfigError
 from elastic_ddp.rendezvous.actor import Rendezvous

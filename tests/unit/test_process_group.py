@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 
 from elastic_ddp.distributed import nccl, process_group
-from elastic_ddp.distributed.process_group import Assignment, ProcessGroup, is_peer_failure
+from elastic_ddp.distributed.assignment import Assignment
+from elastic_ddp.distributed.process_group import ProcessGroup, is_peer_failure
 from elastic_ddp.distributed.store import StoreConnection
 from tests.ranks import run_ranks, single_rank_group
 

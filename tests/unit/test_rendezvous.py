@@ -7,7 +7,7 @@ import asyncio
 import pytest
 import torch.distributed as dist
 
-from elastic_ddp.distributed.process_group import Assignment
+from elastic_ddp.distributed.assignment import Assignment
 from elastic_ddp.rendezvous import membership as membership_module
 from elastic_ddp.rendezvous.actor import Rendezvous
 from elastic_ddp.rendezvous.heartbeat import Heartbeat

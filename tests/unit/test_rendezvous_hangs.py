@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from elastic_ddp.distributed.process_group import Assignment
+from elastic_ddp.distributed.assignment import Assignment
 from elastic_ddp.rendezvous.actor import Rendezvous
 from elastic_ddp.rendezvous.messages import NO_SIGNALS, RendezvousOptions, Signals
 from tests.unit.rendezvous_harness import Play, at_place, events_of, join, joined, member, started

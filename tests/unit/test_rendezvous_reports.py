@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic_ddp.distributed.process_group import Assignment
+from elastic_ddp.distributed.assignment import Assignment
 from elastic_ddp.rendezvous.actor import Rendezvous
 from elastic_ddp.rendezvous.event_log import EventLog
 from elastic_ddp.rendezvous.heartbeat import Heartbeat

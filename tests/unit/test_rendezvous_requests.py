@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from elastic_ddp.distributed.process_group import Assignment
+from elastic_ddp.distributed.assignment import Assignment
+from elastic_ddp.distributed.store import StoreConnection
 from elastic_ddp.rendezvous import actor as rendezvous_module
 from elastic_ddp.rendezvous.actor import Rendezvous
 from elastic_ddp.rendezvous.member_requests import ABANDONED_AFTER_S, MemberRequests, ProfileRequest
@@ -247,13 +248,14 @@ def test_the_store_deletes_keys_of_earlier_generations(play: Play, monkeypatch: 
     async def scenario(rendezvous: Rendezvous) -> None:
         await rendezvous.heartbeat_address()
         await started(rendezvous)
+        store = StoreConnection().connect(*await rendezvous.store_address(), timeout_s=60)
         for number in (1, 2):
-            rendezvous._store.set(f"generation{number}/key", "2")
-        rendezvous._store.set("generation10/key", "2")
+            store.set(f"generation{number}/key", "2")
+        store.set("generation10/key", "2")
         await asyncio.gather(*(joined(rendezvous, member("a", rank), 1, 5) for rank in (0, 1)))
-        while "generation1/key" in rendezvous._store.list_keys():
+        while "generation1/key" in store.list_keys():
             await asyncio.sleep(0.01)
-        assert {"generation2/key", "generation10/key"} <= set(rendezvous._store.list_keys())
+        assert {"generation2/key", "generation10/key"} <= set(store.list_keys())
 
     play(scenario)
 

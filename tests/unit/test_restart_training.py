@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from elastic_ddp.distributed.process_group import Assignment
+from elastic_ddp.distributed.assignment import Assignment
 from elastic_ddp.errors import ConfigError, StorageError, WorkersFailedError
 from elastic_ddp.rendezvous.messages import PlannedAssignment
 from elastic_ddp.seeding import seed_all

@@ -14,7 +14,8 @@ import pytest
 import torch.distributed as dist
 
 from elastic_ddp.checkpoint import CommitCatalog
-from elastic_ddp.distributed.process_group import Assignment, ProcessGroup
+from elastic_ddp.distributed.assignment import Assignment
+from elastic_ddp.distributed.process_group import ProcessGroup
 from elastic_ddp.errors import WorkersFailedError
 from elastic_ddp.rendezvous.client import RunStopped
 from elastic_ddp.worker.collective_tasks import Task

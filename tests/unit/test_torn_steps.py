@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 
 from elastic_ddp.config.run_config import RunConfig
-from elastic_ddp.distributed.process_group import Assignment, ProcessGroup
+from elastic_ddp.distributed.assignment import Assignment
+from elastic_ddp.distributed.process_group import ProcessGroup
 from elastic_ddp.storage.storage import Storage
 from elastic_ddp.worker.job import Job
 from elastic_ddp.worker.loop import Loop
