@@ -93,7 +93,7 @@ class GenerationStarted(TrainingEvent, event="generation"):
     """As in `rendezvous`, or `resume` when the state comes from a commit."""
 
 
-class FirstStep(TrainingEvent, event="first_step"):
+class FirstStep(AgreedEvent, event="first_step"):
     """The first step of a generation is done. Rank 0 reports it."""
 
     seconds: float = 0.0
@@ -137,7 +137,7 @@ class StepsCompleted(AgreedEvent, event="steps"):
     """Rank 0's account of the generation so far; null if rank 0 failed and another rank reports the step."""
 
 
-class PhasesMeasured(TrainingEvent, event="phases"):
+class PhasesMeasured(AgreedEvent, event="phases"):
     """Where the time of the steps since the last event of this kind went. Rank 0 reports it.
 
     Lists have one value for each rank, in the order of ranks.
@@ -205,7 +205,7 @@ class CommitStarted(GenerationEvent, event="commit_begun"):
 
 
 class CommitSucceeded(GenerationEvent, event="commit"):
-    """A commit is complete and visible. Rank 0 reports it."""
+    """A commit is complete and visible. Rank 0 reports it; if rank 0 fails before it has, this event is missing."""
 
     step: int
     """Steps done in the committed state."""

@@ -206,8 +206,8 @@ class Loop:
         }
         if is_rank_0:
             self.client.progress(generation=number, **progress)
-            if first_step_s is not None:
-                self.client.record(FirstStep(generation=number, seconds=first_step_s))
+        if first_step_s is not None:
+            record(FirstStep(generation=number, seconds=first_step_s), is_rank_0=is_rank_0)
         if step.skip_reason is not None:
             reason, scale = step.skip_reason, self.state.loss_scale
             loss_scale = None if scale is None else scale.scale
@@ -218,10 +218,9 @@ class Loop:
         metrics, seconds = step.metrics, account.seconds() if is_rank_0 else None
         done = StepsCompleted(generation=number, **progress, metrics=metrics, account=seconds)
         record(done, is_rank_0=is_rank_0)
-        if is_rank_0:
-            counts = [len(owned) for owned in generation.strategy.ranges]
-            if (measured := combine(step.phases, generation=number, micro_batches=counts)) is not None:
-                self.client.record(measured)
+        counts = [len(owned) for owned in generation.strategy.ranges]
+        if (measured := combine(step.phases, generation=number, micro_batches=counts)) is not None:
+            record(measured, is_rank_0=is_rank_0)
         return metrics
 
     def measure(self, given_name: str | None, figure: Callable[[Generation], Any]) -> Any:

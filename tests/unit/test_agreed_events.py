@@ -17,27 +17,28 @@ from elastic_ddp.worker.run import Run
 from tests.unit.single_worker import CPU, prepared
 from tests.workers import running
 
-STEPS, SILENT_AFTER, KILLED_AFTER, EVALUATE_EVERY = 40, 27, 30, 10
+STEPS, KILLED_AFTER, EVALUATE_EVERY = 20, 13, 5
 
 
 def train_and_kill_rank_0(run: Run) -> None:
-    """The last reports of rank 0, of three steps and an evaluation, are not sent when it dies."""
+    """The reports of rank 0 about its steps and evaluations are not sent when it dies."""
     model: Any = prepared(run)
     for step in run.steps():
+        is_first_rank_0 = run.rank == 0 and run.world_size == 2
+        if is_first_rank_0 and step.index == 0:
+            run._loop.client._sender.submit(time.sleep, 60)
         with step:
             for batch in step.micro_batches():
                 step.backward(model(batch["x"]).square().mean())
             step.optimize()
-        steps_done, is_first_rank_0 = step.index + 1, run.rank == 0 and run.world_size == 2
+        steps_done = step.index + 1
         if steps_done % EVALUATE_EVERY == 0:
             run._loop.measure("twice", lambda generation: 2 * generation.state.position.step)
-        if is_first_rank_0 and steps_done == SILENT_AFTER:
-            run._loop.client._sender.submit(time.sleep, 60)
         if is_first_rank_0 and steps_done == KILLED_AFTER:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_each_step_and_evaluation_is_recorded_once_although_rank_0_dies(tmp_path: Path) -> None:
+def test_what_all_ranks_know_is_recorded_once_although_rank_0_dies(tmp_path: Path) -> None:
     settings: dict[str, Any] = {"steps": STEPS, "global_batch_size": 8, "micro_batch_size": 2, "log_every_steps": 1}
     with running(tmp_path, train_and_kill_rank_0, CPU, 2, **settings) as workers:
         workers.finish(120)
@@ -47,7 +48,11 @@ def test_each_step_and_evaluation_is_recorded_once_although_rank_0_dies(tmp_path
             (step, 1 if step <= KILLED_AFTER else 2) for step in range(1, STEPS + 1)
         ]
         evaluations: list[Any] = workers.rendezvous.events("evaluation")
-        assert [(event.step, event.loss) for event in evaluations] == [(10, 20), (20, 40), (30, 60), (40, 80)]
+        assert [(event.step, event.loss) for event in evaluations] == [(5, 10), (10, 20), (15, 30), (20, 40)]
+        assert [event.generation for event in workers.rendezvous.events("first_step")] == [1, 2]
+        measured: list[Any] = workers.rendezvous.events("phases")
+        unmeasured = (1, 2, KILLED_AFTER, KILLED_AFTER + 1, KILLED_AFTER + 2, STEPS)
+        assert [event.step for event in measured] == [step for step in range(1, STEPS) if step not in unmeasured]
 
 
 def test_what_the_next_rank_0_repeats_is_in_the_ledger_once_also_after_a_restart(tmp_path: Path) -> None:
