@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from elastic_ddp.telemetry.bottleneck import MIN_STEPS
+from elastic_ddp.telemetry.phases import MIN_STEPS
 
 
 def describe_step(facts: Mapping[str, Any]) -> list[str]:

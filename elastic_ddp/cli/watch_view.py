@@ -22,7 +22,6 @@ from elastic_ddp.cli.timeline import MARKS, Timeline, sparkline
 from elastic_ddp.formatting import clock_face, first_line, format_rate, format_time, plural
 from elastic_ddp.report.history import read_history
 from elastic_ddp.telemetry import events, phases
-from elastic_ddp.telemetry.bottleneck import MIN_STEPS
 from elastic_ddp.telemetry.description import describe_event
 from elastic_ddp.telemetry.event import Event, last_of
 from elastic_ddp.telemetry.progress import MovingRate
@@ -119,7 +118,7 @@ def _phases(summary: Mapping[str, Any], ledger: Sequence[Event], columns: int) -
     """The phases of the newest steps, if the current generation has measured some, and what bounds the run."""
     since = max((n for n, event in enumerate(ledger) if isinstance(event, events.GenerationStarted)), default=0)
     measured = [event for event in ledger[since:] if isinstance(event, events.PhasesMeasured)]
-    if (newest := phases.newest(measured, num_steps=MIN_STEPS)) is None:
+    if (newest := phases.newest(measured)) is None:
         return Text()
     step_s = math.fsum(newest.phases.values()) or 1.0
     bar, legend, done_s = Text(), list[Text](), 0.0

@@ -7,10 +7,10 @@ from collections import deque
 from typing import Any, TypeVar
 
 from elastic_ddp.rendezvous.snapshot import Snapshot
-from elastic_ddp.telemetry.bottleneck import MIN_STEPS, find_bottleneck
+from elastic_ddp.telemetry.bottleneck import find_bottleneck
 from elastic_ddp.telemetry.event import AgreedEvent, Event, parse
 from elastic_ddp.telemetry.events import GenerationFormed, GenerationStarted, PhasesMeasured, WorkerFailed
-from elastic_ddp.telemetry.phases import newest, nodes_of
+from elastic_ddp.telemetry.phases import MAX_EVENTS, newest, nodes_of
 from elastic_ddp.telemetry.progress import MovingRate
 
 E = TypeVar("E", bound=Event)
@@ -41,7 +41,7 @@ class EventLog:
         self._agreed: deque[tuple[str, ...]] = deque(maxlen=COMPARED)
         """The identities of the newest agreed events."""
         self._rate = MovingRate()
-        self._phases: deque[PhasesMeasured] = deque(maxlen=MIN_STEPS)
+        self._phases: deque[PhasesMeasured] = deque(maxlen=MAX_EVENTS)
         for line in snapshot.lines():
             if "outcome" in line:
                 self.outcome = line["outcome"]
@@ -141,7 +141,7 @@ class EventLog:
 
     def _bottleneck(self) -> dict[str, Any]:
         """Returns the phases of the newest steps of the current generation, and what bounds them."""
-        measured, formed = newest(list(self._phases), num_steps=MIN_STEPS), self.last(GenerationFormed)
+        measured, formed = newest(list(self._phases)), self.last(GenerationFormed)
         if measured is None:
             return {"phases": None, "bottleneck": None}
         found = find_bottleneck(measured, nodes_of([formed] if formed is not None else [], measured))

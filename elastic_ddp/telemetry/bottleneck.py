@@ -8,9 +8,8 @@ from statistics import median_low
 from typing import Any, Literal
 
 from elastic_ddp.telemetry.events import PhasesMeasured
+from elastic_ddp.telemetry.phases import MIN_STEPS
 
-MIN_STEPS = 20
-"""Steps that a verdict needs."""
 SLOW = 1.2
 """Times the median: the work of a slow rank."""
 _MIN_DELAY = 0.05
@@ -44,7 +43,7 @@ class Bottleneck:
     advice: str
     """One sentence with what to try."""
     ranks: Sequence[int] = ()
-    """The slow ranks."""
+    """The slow ranks, or those whose data is later than that of others."""
     node: str | None = None
     """The address of the slow node."""
 
@@ -64,15 +63,12 @@ def find_bottleneck(measured: PhasesMeasured, nodes: Sequence[str] = ()) -> Bott
         return None
     share = {phase: seconds / step_s for phase, seconds in measured.phases.items()}
     slow = _slow_ranks(measured, step_s) if measured.micro_batches else []
-    if slow and not _all_wait_for_data(measured, share["data"]):
+    # The data of the other ranks may be in time only because they read ahead while they wait for this one.
+    is_data_late = bool(slow) and _slowest_phase(measured) == "data"
+    if slow and not is_data_late:
         return _slowness(measured, slow, nodes if len(nodes) == len(measured.work_s) else [])
-    if share["data"] >= _DATA and 2 * share["data"] >= share["communication"]:
-        return Bottleneck(
-            kind="data",
-            reason=f"ranks wait for data {_percent(share['data'])} of the time.",
-            advice="Raise data.concurrency, or data.num_cpus_per_task if the nodes have spare CPUs; or make the "
-            "transform cheaper.",
-        )
+    if is_data_late or (share["data"] >= _DATA and 2 * share["data"] >= share["communication"]):
+        return _late_data(measured, slow)
     if share["communication"] >= _COMMUNICATION:
         return _communication(measured, share["communication"])
     if share["other"] >= _OTHER:
@@ -94,19 +90,41 @@ def _other(measured: PhasesMeasured) -> Bottleneck:
     return Bottleneck(kind="other", reason=f"{what} {_percent(share)} of the time.", advice=advice)
 
 
+def _late_data(measured: PhasesMeasured, late: list[int]) -> Bottleneck:
+    reason = f"ranks wait for data {_percent(measured.phases['data'] / sum(measured.phases.values()))} of the time."
+    if late:
+        ranks, them = (f"rank {late[0]} waits", "it") if len(late) == 1 else (f"{_ranks(late)} wait", "them")
+        share = max(_delays(measured)) / sum(measured.phases.values())
+        reason = f"{ranks} for data, and the others wait for {them} {_percent(share)} of the time."
+    return Bottleneck(
+        kind="data",
+        reason=reason,
+        advice="Raise data.concurrency, or data.num_cpus_per_task if the nodes have spare CPUs; or make the "
+        "transform cheaper.",
+        ranks=late,
+    )
+
+
 def _work(measured: PhasesMeasured) -> list[float]:
     """Returns each rank's work for one of its micro-batches, of which ranks may have different numbers."""
     return [seconds / count for seconds, count in zip(measured.work_s, measured.micro_batches, strict=True)]
 
 
-def _slow_ranks(measured: PhasesMeasured, step_s: float) -> list[int]:
+def _delays(measured: PhasesMeasured) -> list[float]:
+    """Returns the seconds of a step that each rank's work takes longer than that of the usual rank."""
     work = _work(measured)
-    usual = median_low(work)
-    delays = [(own - usual) * count for own, count in zip(work, measured.micro_batches, strict=True)]
+    return [(own - median_low(work)) * count for own, count in zip(work, measured.micro_batches, strict=True)]
+
+
+def _slow_ranks(measured: PhasesMeasured, step_s: float) -> list[int]:
+    """Returns the ranks that are slow; none if communication costs more, even on the slowest rank."""
+    work, delays = _work(measured), _delays(measured)
+    if measured.slowest.get("communication", 0.0) >= max(_COMMUNICATION * step_s, *delays):
+        return []
     return [
         rank
         for rank, (own, delay_s) in enumerate(zip(work, delays, strict=True))
-        if own >= SLOW * usual and delay_s >= _MIN_DELAY * step_s
+        if own >= SLOW * median_low(work) and delay_s >= _MIN_DELAY * step_s
     ]
 
 
@@ -114,13 +132,6 @@ def _of_others(measured: PhasesMeasured, phase: str) -> float:
     """Returns the seconds of a phase, averaged over all ranks but the slowest."""
     num_ranks = len(measured.work_s)
     return (measured.phases[phase] * num_ranks - measured.slowest.get(phase, 0.0)) / max(1, num_ranks - 1)
-
-
-def _all_wait_for_data(measured: PhasesMeasured, share: float) -> bool:
-    """Whether the slowest rank is only the one whose data comes last."""
-    step_s = sum(measured.phases.values())
-    is_late = share >= _DATA and _of_others(measured, "data") >= _DATA * step_s
-    return is_late and _slowest_phase(measured) == "data"
 
 
 def _slowest_phase(measured: PhasesMeasured) -> str:
@@ -135,7 +146,7 @@ def _slowness(measured: PhasesMeasured, slow: list[int], nodes: Sequence[str]) -
     slow_nodes = sorted({nodes[rank] for rank in slow}) if nodes else []
     of_node = [rank for rank, node in enumerate(nodes) if node in slow_nodes]
     figures = f"takes {factor:.1f} times the median, most of all in {_slowest_phase(measured)}"
-    who = f"rank {slow[0]} is" if len(slow) == 1 else f"ranks {', '.join(map(str, slow[:5]))} are"
+    who = f"rank {slow[0]} is" if len(slow) == 1 else f"{_ranks(slow)} are"
     others_exist = len(set(nodes)) > 1
     advice = "Look for code that does more on some ranks, and for other programs on the same cores."
     if others_exist and len(slow_nodes) == 1:
@@ -163,6 +174,10 @@ def _communication(measured: PhasesMeasured, share: float) -> Bottleneck:
             f"Use a number of workers that divides the {sum(counts)} micro-batches of a step (`elastic-ddp resize`)."
         )
     return Bottleneck(kind="communication", reason=reason, advice=advice)
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"ranks {', '.join(map(str, ranks[:5]))}"
 
 
 def _percent(share: float) -> str:

@@ -20,6 +20,12 @@ optimizer: the step of optimizers and schedulers.
 other: the rest, such as code outside of `with step`, evaluations, and the time for which a commit holds up training.
 """
 STEP_PHASES: tuple[StepPhase, ...] = get_args(StepPhase)
+MIN_STEPS = 20
+"""Steps that a verdict on the newest steps needs."""
+_WINDOW_S = 30.0
+"""Length of the newest steps. Data comes in chunks: it may be late in one of a hundred steps, and then by seconds."""
+MAX_EVENTS = 300
+"""Number of events that the newest steps may need, with a step of 10 ms and 10 steps in an event."""
 
 
 def combine(
@@ -52,17 +58,20 @@ def combine(
     )
 
 
-def newest(events: Sequence[PhasesMeasured], *, num_steps: int) -> PhasesMeasured | None:
-    """Returns the newest measurements of one generation, averaged over at least `num_steps` steps.
+def newest(events: Sequence[PhasesMeasured]) -> PhasesMeasured | None:
+    """Returns the average over the newest steps of one generation: at least `MIN_STEPS`, and 30 seconds.
 
     Over fewer if the generation has not more, and None without any. `events` are in the order of the ledger.
     """
     chosen: list[PhasesMeasured] = []
+    num_steps, seconds = 0, 0.0
     for event in reversed(events):
         is_other = chosen and not _is_of(event, chosen[0].generation, chosen[0].session)
-        if is_other or sum(each.num_steps for each in chosen) >= num_steps:
+        if is_other or (num_steps >= MIN_STEPS and seconds >= _WINDOW_S):
             break
         chosen.append(event)
+        num_steps += event.num_steps
+        seconds += event.num_steps * sum(event.phases.values())
     return _average(chosen) if chosen else None
 
 

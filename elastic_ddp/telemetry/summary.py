@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from elastic_ddp.errors import WorkersFailedError
-from elastic_ddp.telemetry.bottleneck import MIN_STEPS, Bottleneck, find_bottleneck
+from elastic_ddp.telemetry.bottleneck import Bottleneck, find_bottleneck
 from elastic_ddp.telemetry.event import PEER_FAILED, WORKER_FAILED, Event, last_of
 from elastic_ddp.telemetry.events import (
     CommitSucceeded,
@@ -79,7 +79,7 @@ def summarize(events: Iterable[Event], *, name: str | None = None, storage: str 
 def _phases(events: list[Event]) -> dict[str, Any]:
     """Returns the phases of a step, the peak of GPU memory, and what bounded the newest steps."""
     measured = [event for event in events if isinstance(event, PhasesMeasured)]
-    last = newest(measured, num_steps=MIN_STEPS)
+    last = newest(measured)
     bottleneck = None if last is None else find_bottleneck(last, nodes_of(events, last))
     memory = [max(event.memory_bytes) for event in measured if event.memory_bytes]
     return {

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from elastic_ddp.telemetry.bottleneck import MIN_STEPS, Bottleneck, find_bottleneck
+from elastic_ddp.telemetry.bottleneck import Bottleneck, find_bottleneck
 from elastic_ddp.telemetry.events import PhasesMeasured
-from elastic_ddp.telemetry.phases import STEP_PHASES, combine, mean_phases, newest
+from elastic_ddp.telemetry.phases import MIN_STEPS, STEP_PHASES, combine, mean_phases, newest
 
 BALANCED = {"data": 0.02, "forward": 0.3, "backward": 0.5, "communication": 0.1, "optimizer": 0.06, "other": 0.02}
 
@@ -73,7 +73,7 @@ def test_the_phase_that_bounds_all_ranks_is_named_with_a_setting(
 )
 def test_the_largest_part_of_other_is_named(in_other: dict[str, float], reason: str, advice: str) -> None:
     ranks = [{"other": 1.0, "forward": 0.3, "backward": 0.54, "communication": 0.08, "optimizer": 0.06}] * 2
-    event = newest([measure(*ranks, num_steps=10, in_other=in_other) for _ in range(2)], num_steps=MIN_STEPS)
+    event = newest([measure(*ranks, num_steps=10, in_other=in_other) for _ in range(2)])
     assert event is not None
     found = verdict(event)
     assert found.kind == "other" and reason in found.reason and advice in found.advice
@@ -113,9 +113,28 @@ def test_a_rank_with_more_micro_batches_is_not_slow() -> None:
     assert found.kind == "communication" and "divides the 8 micro-batches" in found.advice
 
 
-def test_ranks_that_all_wait_for_data_are_not_slow() -> None:
-    assert verdict(measure({"data": 0.5}, {"data": 1.2})).kind == "data"
-    assert verdict(measure({}, {"data": 1.2})).kind == "slow rank", "the data of one rank is late"
+def test_a_rank_that_is_slow_because_its_data_is_late_is_bound_by_data() -> None:
+    """Also if no other rank waits for data: the others read ahead while they wait for this one."""
+    for others in (0.0, 0.5):
+        found = verdict(measure({"data": others}, {"data": 1.5}, {"data": others}))
+        assert (found.kind, found.ranks) == ("data", [1]) and "data.concurrency" in found.advice
+        assert f"rank 1 waits for data, and the others wait for it {60 if others == 0 else 40} % of" in found.reason
+
+
+def test_data_that_is_late_in_one_of_a_hundred_steps_bounds_the_run() -> None:
+    fast = {phase: seconds / 20 for phase, seconds in BALANCED.items()}
+    window = [measure(fast, num_steps=20) for _ in range(5)]
+    late = measure({**fast, "data": 0.1}, num_steps=20)  # one of its steps waits for 2 s, the others for none
+    events = [*window, late] * 4
+    for end in range(12, len(events)):
+        average = newest(events[:end])
+        assert average is not None and verdict(average).kind == "data"
+
+
+@pytest.mark.parametrize(("extra", "kind"), [(0.15, "communication"), (0.6, "slow rank")])
+def test_the_larger_of_communication_and_of_what_a_slow_rank_costs_bounds_the_run(extra: float, kind: str) -> None:
+    tiny = {"forward": 0.2, "backward": 0.2, "communication": 0.5}
+    assert verdict(measure(tiny, {**tiny, "forward": 0.2 + extra})).kind == kind
 
 
 def test_a_verdict_needs_twenty_steps() -> None:
@@ -124,20 +143,20 @@ def test_a_verdict_needs_twenty_steps() -> None:
 
 def test_a_verdict_is_about_the_newest_steps_of_the_generation() -> None:
     late = {"data": 0.9}
-    ledger = [measure(late, num_steps=10) for _ in range(5)] + [measure({}, num_steps=10) for _ in range(2)]
-    average = newest(ledger, num_steps=MIN_STEPS)
-    assert average is not None and average.num_steps == 20
+    ledger = [measure(late, num_steps=10) for _ in range(5)] + [measure({}, num_steps=10) for _ in range(3)]
+    average = newest(ledger)
+    assert average is not None and average.num_steps == 30, "30 seconds"
     assert average.phases == pytest.approx(BALANCED)
     former = PhasesMeasured(**{**vars(ledger[0]), "generation": 0})
-    average = newest([former, ledger[0]], num_steps=MIN_STEPS)
+    average = newest([former, ledger[0]])
     assert average is not None and average.num_steps == 10
-    assert newest([], num_steps=MIN_STEPS) is None
+    assert newest([]) is None
 
 
 def test_averages_count_each_step_once() -> None:
     ledger = [measure({"data": 0.1}, num_steps=1), measure({"data": 0.4}, num_steps=9)]
     assert mean_phases(ledger)["data"] == pytest.approx(0.37)
-    average = newest(ledger, num_steps=MIN_STEPS)
+    average = newest(ledger)
     assert average is not None and average.work_s == [pytest.approx(0.88 + 0.37)]
 
 

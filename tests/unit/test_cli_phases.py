@@ -51,7 +51,7 @@ def shown(monkeypatch: pytest.MonkeyPatch, status: dict[str, Any]) -> str:
 
 
 def test_status_names_what_bounds_a_run_and_each_ranks_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    status = status_of(ledger_of(measure({}, {}, SLOW, num_steps=10), measure({}, {}, SLOW, num_steps=10)))
+    status = status_of(ledger_of(*(measure({}, {}, SLOW, num_steps=10, step=step) for step in (90, 100))))
     assert status["bottleneck"]["kind"] == "slow rank" and status["bottleneck"]["ranks"] == [2]
     text = shown(monkeypatch, status)
     assert "bound by slow rank: rank 2 (node 10.0.0.2) is slow" in text and "elastic-ddp drain RUN 10.0.0.2" in text
@@ -85,13 +85,13 @@ def test_status_gives_no_verdict_before_twenty_steps(monkeypatch: pytest.MonkeyP
 
 def test_show_has_the_phases_of_the_whole_run_and_what_bound_it(tmp_path: Path) -> None:
     with closing(Ledger(Storage(tmp_path), "s1")) as ledger:
-        measured = [measure({"data": 0.4}, {"data": 0.4}, {"data": 0.4}, num_steps=20, **ON_GPU) for _ in range(2)]
+        measured = [measure({"data": 0.4}, {"data": 0.4}, {"data": 0.4}, num_steps=40, **ON_GPU)] * 2
         steps = StepsCompleted(generation=1, step=100, samples=400, world_size=3, loss=1.0)
-        for event in [*ledger_of(measure({}, {}, {}, num_steps=40)), *measured, steps]:
+        for event in [*ledger_of(measure({}, {}, {}, num_steps=80)), *measured, steps]:
             ledger.append(event)
     text = CliRunner().invoke(app, ["show", str(tmp_path)]).output
     assert "1.19 s: backward 42 %" in " ".join(text.split()), "the mean over all steps"
-    assert "last 20 steps bound by data: ranks wait for data 29 % of the time." in " ".join(text.split())
+    assert "last 40 steps bound by data: ranks wait for data 29 % of the time." in " ".join(text.split())
     assert "whole run step 1.19 s" in " ".join(text.split())
     assert all(line == line.rstrip() for line in text.splitlines()), "where there is no terminal"
     assert "3.0 GiB peak" in text

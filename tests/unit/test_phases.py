@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from elastic_ddp.telemetry.bottleneck import MIN_STEPS
 from elastic_ddp.telemetry.events import PhasesMeasured
+from elastic_ddp.telemetry.phases import MIN_STEPS
 from elastic_ddp.worker.run import Run
 from elastic_ddp.worker.step import Step
 from tests.ranks import run_ranks
