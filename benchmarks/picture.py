@@ -4,7 +4,7 @@ The run has up to three workers. At each of three steps one of them, chosen by a
 draws the picture from the ledger:
 
     python benchmarks/picture.py
-    elastic-ddp report runs/picture -o docs/img/run.svg
+    elastic-ddp report runs/three-kills -o docs/img/run.svg
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from elastic_ddp.telemetry.events import GenerationFormed, StepsCompleted
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "examples"))
-NAME, WORKERS, STEPS = "picture", 3, 420
+NAME, WORKERS, STEPS = "three-kills", 3, 420
 KILL_AT = (90, 200, 310)
 """Steps after which a worker is killed."""
 
