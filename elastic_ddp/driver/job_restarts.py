@@ -16,7 +16,7 @@ from typing import Any
 import ray
 from ray.job_submission import JobSubmissionClient
 
-from elastic_ddp.driver.jobs import all_jobs, restart
+from elastic_ddp.driver.jobs import all_jobs, record_dead_jobs, restart
 from elastic_ddp.driver.submissions import FIRST, forbid_restart, jobs_here, newest_of
 from elastic_ddp.errors import ElasticDDPError
 from elastic_ddp.formatting import last_line
@@ -46,10 +46,12 @@ def watch(
     failing_since: float | None = None
     while True:
         try:
-            client = client or connect()
+            is_new, client = client is None, client or connect()
             jobs = all_jobs(client)
             if first not in jobs:
                 return  # a person has deleted it
+            if is_new:
+                record_dead_jobs(client, first)
             job = newest_of(jobs, jobs[first])
             if job.status.is_terminal() and restart(client, jobs, job) is None:
                 return

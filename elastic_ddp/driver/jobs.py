@@ -129,6 +129,19 @@ def restart(client: JobSubmissionClient, jobs: Jobs, job: JobDetails) -> str | N
     )
 
 
+def record_dead_jobs(client: JobSubmissionClient, job: str) -> None:
+    """Makes a new head record that jobs died with the old one. `job` is the id of any job.
+
+    Ray on a new head takes them for running until a request to submit a job arrives. Ray rejects this request, because
+    the id is in use.
+    """
+    try:
+        client.submit_job(entrypoint="true", submission_id=job)
+    except RuntimeError as error:
+        if "already exists" not in str(error):
+            raise
+
+
 def all_jobs(client: JobSubmissionClient) -> Jobs:
     """Returns the jobs of Ray Jobs on the cluster by their ids, newest first."""
     return newest_first(client.list_jobs())

@@ -25,12 +25,16 @@ class JobServer:
     stopped: list[str] = field(default_factory=list)
     logs: dict[str, list[list[str]]] = field(default_factory=dict)
     is_down: bool = False
+    dead: list[str] = field(default_factory=list)
+    """Jobs that died with the previous head. A new head records it at the first request to submit a job."""
 
     def get_address(self) -> str:
         return "http://head:8265"
 
     def submit_job(self, **request: Any) -> str:
         name = request["submission_id"]
+        while self.dead:
+            self.end(self.dead.pop(), DIED)
         if name in self.jobs:
             raise RuntimeError(f"Job with submission_id {name} already exists")
         self.submitted.append(request)

@@ -210,6 +210,23 @@ def test_restarts_continue_after_a_silent_job_server_and_in_a_new_process(server
     watch(first, lambda: server, pytest.fail, pytest.fail)  # type: ignore[arg-type, return-value]
 
 
+def test_a_driver_that_died_with_its_head_is_restarted_on_the_new_one(server: JobServer, script: Path) -> None:
+    invoke("submit", script, "--restarts", "1")
+    first = server.submitted[0]["submission_id"]
+    server.dead = [first]
+
+    polls = []
+
+    def sleep(_: float) -> None:
+        polls.append(1)
+        assert len(polls) < 3, "it is not restarted"
+        if f"{first}-1" in server.jobs:
+            server.end(f"{first}-1")
+
+    watch(first, lambda: server, pytest.fail, sleep)  # type: ignore[arg-type, return-value]
+    assert [request["submission_id"] for request in server.submitted] == [first, f"{first}-1"]
+
+
 def test_a_program_without_restarts_starts_nothing_besides_itself() -> None:
     assert entrypoint("train.py", ["--a"], 0) == "exec python train.py --a"
 
