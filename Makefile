@@ -30,8 +30,8 @@ chaos: $(VENV)/.installed-dev ## more faults than `make test` injects
 s3: $(VENV)/.installed-dev ## commits on a real S3 server, Ceph's from Debian's packages, which it starts and ends
 	$(VENV)/bin/python -m pytest tests/s3 -m s3 $(ARGS)
 
-hosts: $(VENV)/.installed-dev ## the guide to clusters over ssh, on machines made of namespaces
-	$(VENV)/bin/python -m pytest tests/chaos/test_own_machines.py -m chaos --durations=0 --durations-min=1 -rP $(ARGS)
+hosts: .venv-hosts/.installed ## the guide to clusters over ssh, on machines made of namespaces
+	.venv-hosts/bin/python -m pytest tests/chaos/test_own_machines.py -m chaos --durations=0 --durations-min=1 -rP $(ARGS)
 
 compat: ## the unit tests and a short elastic run with the oldest and the newest versions, 6 GB each in .venv-compat-*
 	$(MAKE) compat-with PYTHON=$(OLDEST_PYTHON) VENV=.venv-compat-oldest VERSIONS="--resolution lowest-direct"
@@ -81,6 +81,13 @@ $(VENV)/.installed-dev: $(VENV)/.made pyproject.toml constraints.txt
 	@echo "Installing elastic_ddp and its tests' tools into $(VENV); the first time this takes a minute or two"
 	$(VENV)/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	@touch $(VENV)/.installed $@
+
+# The packages of $(VENV), and those that only nodes of a cluster need: with them, each Ray starts a dashboard.
+.venv-hosts/.installed: $(VENV)/.installed-dev
+	rm -rf .venv-hosts
+	$(VENV)/bin/python -c 'from pathlib import Path; from tests.chaos.machines import make_venv; make_venv(Path(".venv-hosts"))'
+	.venv-hosts/bin/pip install --quiet --constraint constraints.txt boto3 editables hatchling 'ray[default]'
+	@touch $@
 
 $(VENV)/.made:
 	@command -v $(PYTHON) >/dev/null || { echo "There is no $(PYTHON); install Python 3.11 to 3.14, or name one: make PYTHON=/path/to/python3.12 ..." >&2; exit 1; }

@@ -7,7 +7,6 @@ rsync.
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import os
 import shutil
@@ -33,8 +32,7 @@ PROGRAMS = {"ip": "iproute2", "unshare": "util-linux", "sshd": "openssh-server",
 HIDDEN = ("/root", "/tmp", "/home")
 """Folders that differ from those of this machine."""
 ROOT = Path(__file__).parents[2]
-VENV = ROOT / ".venv-hosts"
-"""The virtual environment that each machine gets a copy of."""
+SITE_PACKAGES = [path for path in sys.path if Path(path).name == "site-packages"]
 
 BOOT = """
 set -eu
@@ -110,7 +108,7 @@ class Machine:
     def boot(self) -> None:
         """Starts its ssh server."""
         namespaces = ["--mount", "--pid", "--uts", "--ipc", "--fork", "--kill-child", "--mount-proc"]
-        keep = {str(Path(path).resolve()) for path in (sys.prefix, sys.base_prefix)}
+        keep = {str(Path(path).resolve()) for path in (sys.prefix, sys.base_prefix, *SITE_PACKAGES)}
         kept = sorted(path for path in keep if path.startswith(HIDDEN))
         command = ["ip", "netns", "exec", self._namespace, "unshare", *namespaces]
         with open(self._folder / "log", "ab") as log:
@@ -191,7 +189,7 @@ class Site:
     """
 
     def __init__(self, folder: Path, num_machines: int) -> None:
-        self._folder, self._name = folder, f"ed-{os.getpid()}"
+        self._folder, self._name, self._venv = folder, f"ed-{os.getpid()}", folder / "venv"
         names = ["laptop", *(f"machine{number}" for number in range(1, num_machines + 1))]
         self.laptop, *self.machines = [Machine(name, number, folder, self._name) for number, name in enumerate(names)]
         self.shared = folder / "shared"
@@ -204,7 +202,7 @@ class Site:
         self.shared.mkdir(parents=True)
         os.chown(self.shared, UID, GID)
         every = [self.laptop, *self.machines]
-        _make_venv()
+        make_venv(self._venv)
         subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", self._folder / "key"], check=True)
         for machine in every:
             folder = self._folder / machine.name
@@ -239,10 +237,10 @@ class Site:
     def copy_venv(self, machine: Machine, to: Path) -> None:
         """Makes the virtual environment at a path on a machine, below the user's home."""
         target = machine.home / to.relative_to(HOME)
-        shutil.copytree(VENV, target, symlinks=True)
+        shutil.copytree(self._venv, target, symlinks=True)
         for script in (target / "bin").iterdir():
             if not script.is_symlink() and script.is_file():
-                script.write_bytes(script.read_bytes().replace(str(VENV).encode(), str(to).encode()))
+                script.write_bytes(script.read_bytes().replace(str(self._venv).encode(), str(to).encode()))
 
     def _make_network(self) -> None:
         bridge = f"{self._name}-laptop"
@@ -332,29 +330,18 @@ def _ip(*arguments: str) -> None:
     subprocess.run(["ip", *arguments], check=True)
 
 
-def _make_venv() -> None:
-    """Makes a virtual environment that has the packages of this one, and those that only nodes of a cluster need.
-
-    It is kept until the versions change.
-    """
-    python, paths = str(VENV / "bin" / "python"), [path for path in sys.path if Path(path).name == "site-packages"]
-    sources = [*((ROOT / name).read_text() for name in ("constraints.txt", "pyproject.toml")), sys.version, *paths]
-    stamp, key = VENV / "made-from", hashlib.sha256("\n".join(sources).encode()).hexdigest()
-    if stamp.is_file() and stamp.read_text() == key:
-        return
-    shutil.rmtree(VENV, ignore_errors=True)
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", VENV], check=True)
-    (site_packages,) = VENV.glob("lib/python*/site-packages")
-    (site_packages / "base.pth").write_text("\n".join(paths))
+def make_venv(venv: Path) -> None:
+    """Makes a virtual environment with the packages of this one, and the commands `pip` and `ray`."""
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", venv], check=True)
+    (site_packages,) = venv.glob("lib/python*/site-packages")
+    (site_packages / "base.pth").write_text("\n".join(SITE_PACKAGES))
     for name, call in {"pip": "pip._internal.cli.main:main", "ray": "ray.scripts.scripts:main"}.items():
         module, _, function = call.partition(":")
-        script = f"#!{python}\nimport sys\nfrom {module} import {function}\nsys.exit({function}())\n"
-        (VENV / "bin" / name).write_text(script)
-        (VENV / "bin" / name).chmod(0o755)
-    needed = ["hatchling", "editables", "ray[default]", "boto3"]
-    install = [python, "-m", "pip", "install", "--quiet", "--constraint", ROOT / "constraints.txt", *needed]
-    subprocess.run(install, check=True, env={**os.environ, "PIP_DISABLE_PIP_VERSION_CHECK": "1"})
-    stamp.write_text(key)
+        script = (
+            f"#!{venv.absolute()}/bin/python\nimport sys\nfrom {module} import {function}\nsys.exit({function}())\n"
+        )
+        (venv / "bin" / name).write_text(script)
+        (venv / "bin" / name).chmod(0o755)
 
 
 def give_to_user(path: Path) -> None:

@@ -30,6 +30,12 @@ STEP = 20
 NOTICE_S = 60
 ON_A_NODE = "RAY_AUTH_MODE=token PATH=~/venv/bin:$PATH"
 """What interactive shells on a node set. Other commands need it."""
+QUICK_HEAD = (
+    "RAY_health_check_period_ms=1000 RAY_health_check_failure_threshold=3 "
+    "AUTOSCALER_HEARTBEAT_TIMEOUT_S=3 AUTOSCALER_UPDATE_INTERVAL_S=1"
+)
+"""Variables with which the head starts Ray on a machine that is back within 10 s, not 50."""
+FIND_PROJECT = "cd ~/venv/lib/python3*/site-packages && echo ~/elastic_ddp > its.pth"
 KEPT_BY_RAY = "IDLE|DashboardAgent|RuntimeEnvAgent|_StatsActor|_AutoscalingCoordinatorActor"
 PROGRAM = f"""
 import sys
@@ -44,6 +50,21 @@ config = jobs.settings(
 )
 train = jobs.make_train(hold(lambda run, at: at < {STEP} or Path(marker).exists()))
 print(ed.ElasticTrainer(train, "{SHARED}/data", config, transform=jobs.jitter).fit())
+"""
+BUSY = """
+import sys, time
+from pathlib import Path
+import ray
+
+address, marker, started = sys.argv[1:]
+
+@ray.remote(num_cpus=0, max_retries=0, resources={f"node:{address}": 0.01})
+def wait():
+    Path(started).touch()
+    while not Path(marker).exists():
+        time.sleep(0.1)
+
+ray.get(wait.remote())
 """
 SRUN = """#!/usr/bin/env bash
 # Runs the command on both nodes of the job, as with --ntasks-per-node=1.
@@ -75,8 +96,13 @@ class Cluster:
         self.config = site.laptop.home / CHECKOUT.relative_to(HOME) / "cluster" / "onprem.yaml"
         self._runs: list[Run] = []
 
-    def install(self) -> None:
-        """Does what the guide says once: installs the project on the laptop, and sets addresses, user and key."""
+    def install(self, *, quick: bool = False) -> None:
+        """Does what the guide says once: installs the project on the laptop, and sets addresses, user and key.
+
+        Args:
+            quick: does not install the project and the extra `cluster`, but has Python find the project's files, which
+                `ray up` copies. Also sets `QUICK_HEAD`.
+        """
         checkout = self.config.parents[1]
         checkout.mkdir()
         for name in COPIED:
@@ -88,9 +114,14 @@ class Cluster:
         addresses |= {f"192.168.1.{11 + number}": worker.address for number, worker in enumerate(self.workers)}
         for before, after in addresses.items():
             text = re.sub(rf"{re.escape(before)}\b", after, text)
-        self.config.write_text(text.replace("ssh_user: ubuntu", "ssh_user: trainer"))
+        text, once = text.replace("ssh_user: ubuntu", "ssh_user: trainer"), shell_block(GUIDE.read_text())
+        if quick:
+            text = re.sub("(?m)^( *- ).*pip install.*$", rf"\1{FIND_PROJECT}", text)
+            text = text.replace("ray start --head", f"{QUICK_HEAD} ray start --head")
+            once = re.sub(r"(?m)^pip install .*$", "", once)
+        self.config.write_text(text)
         give_to_user(self.site.laptop.home)
-        self.laptop(shell_block(GUIDE.read_text()))
+        self.laptop(once)
 
     def install_program(self) -> None:
         """Puts the program of the runs and its data into the shared folder."""
@@ -99,6 +130,7 @@ class Cluster:
             file.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, file)
         (self.site.shared / "job/program.py").write_text(PROGRAM)
+        (self.site.shared / "job/busy.py").write_text(BUSY)
         (self.site.shared / "data").mkdir()
         jobs.write_rows(str(self.site.shared / "data"))
         give_to_user(self.site.shared)
@@ -121,6 +153,15 @@ class Cluster:
         began = time.monotonic()
         self.laptop("ray up --yes cluster/onprem.yaml", 300)
         print(f"ray up takes {time.monotonic() - began:.1f} s")
+
+    def down(self) -> None:
+        """Does what the guide says to end Ray on all machines, and does not wait until it ends on the workers."""
+        line = self.as_written("ray down", **{"ray down": "ray down --yes"})
+        down = self.site.start(self.site.laptop, f"cd {CHECKOUT}; . .venv/bin/activate; {line}")
+        until(lambda: not self.gcs, f"the head does not stop: {down.output}")
+        for stop in [self.site.start(machine, "bash -ic 'ray stop --grace-period 3'") for machine in self.workers]:
+            stop.finish()
+        down.finish()
 
     def wait_for_nodes(self) -> None:
         """Switches on workers that are off, and waits until Ray runs on all of them."""
@@ -157,11 +198,17 @@ class Cluster:
             redis = f"redis-server --port {REDIS_PORT} --dir ~/redis --appendonly yes --daemonize yes"
             self.site.run(self.head, f"mkdir -p ~/redis && {redis} > /dev/null")
 
+    def keep_busy(self, machine: Machine, marker: str) -> None:
+        """Runs a task on a machine until a file exists in the shared folder."""
+        started = self.site.shared / f"{marker}-started"
+        line = f"{ON_A_NODE} python {SHARED}/job/busy.py {machine.address} {SHARED / marker} {SHARED / started.name}"
+        self.site.start(self.head, line).wait_until(started.exists, f"no task starts on {machine.name}")
+
     def stop_runs(self) -> None:
         """Lets runs that a failed stage has left end, and checks that no process of a run is left."""
         for run in self._runs:
             run.release()
-        for pid in self.head.pids("program.py"):
+        for pid in (*self.head.pids("program.py"), *self.head.pids("busy.py")):
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGTERM)
         for machine in (self.head, *self.workers):
@@ -197,9 +244,11 @@ class Cluster:
 
     def start(self, name: str, options: str = "") -> Run:
         """Submits a run as the guide does, and follows its log. It waits in a step until it is released."""
-        submit = f"cd {SHARED}/job && elastic-ddp submit {options} --follow {program(name)}"
-        line = f"cd {CHECKOUT} && . .venv/bin/activate && ray exec cluster/onprem.yaml {shlex.quote(submit)}"
-        return self._run(name, self.site.laptop, line)
+        return self._execute(name, f"elastic-ddp submit {options} --follow {program(name)}")
+
+    def start_by_exec(self, name: str) -> Run:
+        """Starts a run with a driver that is a command of `ray exec`."""
+        return self._execute(name, f"python {program(name, '')}")
 
     def start_without_jobs(self, name: str) -> Run:
         """Starts a run with a driver on the head that is no job of Ray Jobs."""
@@ -222,6 +271,12 @@ class Cluster:
 
     def laptop_can_reach(self, port: int) -> bool:
         return self.site.start(self.site.laptop, f"exec 3<> /dev/tcp/127.0.0.1/{port}").process.wait() == 0
+
+    def _execute(self, name: str, command: str) -> Run:
+        """Starts a run by `ray exec` on the laptop."""
+        command = shlex.quote(f"cd {SHARED}/job && {command}")
+        line = f"cd {CHECKOUT} && . .venv/bin/activate && ray exec cluster/onprem.yaml {command}"
+        return self._run(name, self.site.laptop, line)
 
     def _run(self, name: str, machine: Machine, line: str) -> Run:
         return self._add(name, self.site.start(machine, line))

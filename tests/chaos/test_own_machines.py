@@ -19,6 +19,8 @@ from tests.chaos.machines import HOME, SHARED, command_line, missing, site, unti
 from tests.chaos.onprem import GCS_PORT, NOTICE_S, ON_A_NODE, Cluster, Supervisor, world_sizes
 from tests.integration import jobs
 
+pytest.importorskip("ray.dashboard.optional_deps", reason="needs ray[default]", exc_type=ImportError)
+
 Summary = Mapping[str, Any]
 WHY_NOT = missing()
 pytestmark = [
@@ -102,16 +104,22 @@ def test_workers_leave_a_machine_after_its_spot_notice(both: Cluster, calm: Summ
     both.start_ray_by_hand(machine)
 
 
-def test_workers_leave_a_node_that_ray_drains(both: Cluster, calm: Summary) -> None:
+def test_workers_leave_a_node_that_ray_drains_and_no_run_starts_there(both: Cluster, calm: Summary) -> None:
     machine = both.workers[1]
+    both.keep_busy(machine, "may-end")  # otherwise the node ends as soon as the run has left it
     run = both.start("drained-by-ray")
     run.wait_for(2)
     (node,) = [member["node_id"] for member in run.status()["members"] if member["node"] == machine.address]
     drain = f"ray drain-node --node-id {node} --reason DRAIN_NODE_REASON_PREEMPTION --reason-message repair"
-    both.laptop(f"ray exec cluster/onprem.yaml '{drain} --deadline-remaining-seconds {NOTICE_S}'")
+    both.laptop(f"ray exec cluster/onprem.yaml '{drain} --deadline-remaining-seconds {3 * NOTICE_S}'")
     run.wait_for(1)
     facts = run.finish(calm)
     assert world_sizes(facts)[-2:] == [2, 1] and facts["workers_lost"] == 0
+    beside = both.start("beside-a-draining-node")
+    beside.wait_for(1)
+    assert machine.pids("/raylet/raylet "), "the node still drains"
+    assert world_sizes(beside.finish(calm)) == [1]
+    (both.site.shared / "may-end").touch()
     both.start_ray_by_hand(machine)
 
 
@@ -227,6 +235,25 @@ def test_with_redis_a_crash_of_the_gcs_loses_no_step_and_no_worker(both: Cluster
     run.driver.wait_until(lambda: both.gcs not in ([], gcs), "the GCS is not started again")
     facts = run.finish(calm)
     assert len(facts["generations"]) == num_generations and facts["workers_lost"] == 0
+
+
+@needs_redis
+def test_with_redis_a_submitted_run_survives_a_failure_of_the_head(both: Cluster, calm: Summary) -> None:
+    both.use_redis()
+    both.wait_for_nodes()
+    run = both.start("head", "--restarts 3")
+    run.wait_for(2)
+    both.head.kill()
+    run.driver.finish(succeeds=False)
+    both.site.boot(both.head)
+    both.start_redis()
+    both.up()
+    run.release()
+    run.wait_for_end()
+    facts = run.check(calm)
+    assert len(facts["generations"]) >= 2
+    printed = both.laptop(both.as_written("ray exec cluster/cluster.yaml 'elastic-ddp logs", gpt="head"))
+    assert "-1 succeeded" in printed
 
 
 def test_ray_down_leaves_no_process_and_no_file(both: Cluster, calm: Summary) -> None:

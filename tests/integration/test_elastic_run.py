@@ -20,6 +20,16 @@ from tests.integration.clusters import command, kill, status, until
 pytestmark = pytest.mark.slow
 
 
+def trains_with(run: Storage, num_workers: int, step: int) -> bool:
+    """Whether a run has this number of workers, and has done this many steps."""
+    try:
+        events = list(read_ledger(run))
+    except FileNotFoundError:
+        return False
+    sizes = [event.world_size for event in events if event.event == "generation"]
+    return sizes[-1:] == [num_workers] and any(event.event == "steps" and event.step >= step for event in events)
+
+
 @pytest.mark.chaos
 def test_a_run_grows_when_a_node_joins_and_ends_with_the_same_bits(
     undisturbed: Mapping[str, Any], cluster: Cluster, folder: Path
@@ -77,7 +87,7 @@ def test_a_run_survives_the_death_of_a_node_without_repeating_a_step(
     doomed = cluster.add_node(num_cpus=2, object_store_memory=10**8)
     hold = folder / "hold"
     with jobs.driver(data, storage, "shrinks", "1:3", "wait", str(hold), "25", "3", RAY_ADDRESS=cluster.address) as run:
-        until(lambda: status(cluster, "shrinks")["world_size"] == 3, run)
+        until(lambda: trains_with(Storage(storage).at("shrinks"), 3, step=25), run)
         kill(cluster, doomed)
         hold.touch()
         _, errors = run.communicate(timeout=120)

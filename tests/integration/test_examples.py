@@ -19,9 +19,9 @@ ROOT = Path(__file__).parents[2]
 
 
 OPTIONS = {
-    "contrastive.py": [],
+    "contrastive.py": ["--workers", "1"],
     "fp16.py": [],
-    "image_classification.py": ["--epochs", "2"],
+    "image_classification.py": ["--workers", "1", "--epochs", "2"],
     "longer_schedule.py": ["--workers", "1"],
     "elastic.py": [],
     "finetune_text.py": ["--workers", "1"],

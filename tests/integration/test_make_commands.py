@@ -108,7 +108,7 @@ def installed(checkout: Path, clean_environment: dict[str, str]) -> dict[str, st
 @pytest.mark.slow
 @pytest.mark.timeout(BUDGET_S + 60)
 def test_make_train_in_an_installed_checkout(checkout: Path, installed: dict[str, str]) -> None:
-    trains(checkout, installed)
+    trains(checkout, installed, "--steps 3 --global-batch-size 8 --micro-batch-size 4")
 
 
 @pytest.mark.slow

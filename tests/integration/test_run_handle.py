@@ -25,6 +25,7 @@ from elastic_ddp.telemetry import read_ledger
 from elastic_ddp.telemetry.event import Event
 from tests.integration import jobs
 from tests.integration.clusters import command, until
+from tests.unit.test_cli import invoke
 
 pytestmark = pytest.mark.slow
 
@@ -65,6 +66,13 @@ def handle_when(run: subprocess.Popen[str], ready: Callable[[Mapping[str, Any]],
     return get_run(NAME)
 
 
+def invoked(*arguments: str) -> str:
+    """Returns what an `elastic-ddp` command prints that runs in this process."""
+    result = invoke(*arguments)
+    assert result.exit_code == 0, result.output
+    return str(result.output)
+
+
 def holds_with(num_workers: int) -> Callable[[Mapping[str, Any]], bool]:
     """Whether the run has reached the step at which it stays, with this number of workers."""
     return lambda status: (
@@ -82,10 +90,12 @@ def events(folder: Path, kind: str) -> list[Event]:
     return [event for event in read_ledger(Storage(str(folder / "runs" / NAME))) if event.event == kind]
 
 
-def test_a_live_run_serves_all_requests(undisturbed: Mapping[str, Any], connected: Cluster, folder: Path) -> None:
-    cluster = connected
-    node = cluster.add_node(num_cpus=2, object_store_memory=10**8)
-    with controlled_run(cluster, folder, "1:3") as run:
+def test_a_live_run_serves_all_requests(
+    undisturbed: Mapping[str, Any], connected: Cluster, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    node = connected.add_node(num_cpus=2, object_store_memory=10**8)
+    with controlled_run(connected, folder, "1:3") as run:
         handle = handle_when(run, holds_with(3))
         assert len({member["node_id"] for member in handle.status()["members"]}) == 2
         uri = str(folder / "runs" / NAME)
@@ -111,7 +121,7 @@ def test_a_live_run_serves_all_requests(undisturbed: Mapping[str, Any], connecte
             assert rank["num_steps"] == 2 and rank["communication_s"] > 0 and rank["compute_s"] > 0
             assert json.loads(gzip.decompress((folder / "runs" / NAME / rank["trace"]).read_bytes()))["traceEvents"]
 
-        command(cluster, "resize", NAME, "1")
+        invoked("resize", NAME, "1")
         until(lambda: holds_with(1)(handle.status()), run)
         with pytest.raises(ConfigError, match="num_workers=4 is not from min_workers=1 to max_workers=3"):
             handle.resize(4)
@@ -120,11 +130,11 @@ def test_a_live_run_serves_all_requests(undisturbed: Mapping[str, Any], connecte
 
         with pytest.raises(ConfigError, match="no worker on node 'elsewhere'"):
             handle.drain("elsewhere")
-        assert "2 workers left" in command(cluster, "drain", NAME, node.node_id)
+        assert "2 workers left" in invoked("drain", NAME, node.node_id)
         until(lambda: holds_with(1)(handle.status()), run)
-        shown = command(cluster, "status", NAME)
+        shown = invoked("status", NAME)
         assert "training" in shown and handle.status()["members"][0]["node_id"] in shown
-        watched = command(cluster, "watch", uri)
+        watched = invoked("watch", uri)
         assert f"{NAME}  training" in watched and "2 drained" in watched and "▼ drained" in watched
         facts = finish(folder, run)
     assert jobs.same_bits(facts, undisturbed)
