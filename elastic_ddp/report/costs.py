@@ -35,7 +35,7 @@ _STALL_PARTS = {
 """Name and color of each part of a stall."""
 _GOODPUT = """useful: steps, evaluations and the training function's own code between them.
 redone: steps that a failure undid or interrupted, which were done again.
-detection: from a failure until the other workers know of it.
+detection: from a failure until the other workers detect it.
 rendezvous: until the workers have formed a generation and its process group.
 hand-over: until all workers have the state and training starts.
 checkpoint: training waited for a commit. waiting: too few workers.
@@ -119,7 +119,7 @@ def _stalls(history: History) -> Chart | None:
     ticks = [escape(f"step {row['first_step']:,}, {_short(row['reason'])}") for row, _ in shown]
     layout["yaxis"] |= {"autorange": "reversed", "tickvals": list(range(len(shown))), "ticktext": ticks}
     median = statistics.median(sum(costs.values()) for _, costs in found)
-    caption = f"{plural(len(found), 'change')} of the workers, median {duration(median)} until training went on."
+    caption = f"{plural(len(found), 'change')} of the workers, median {duration(median)} until training continued."
     caption += "" if usual_s is None else f" A usual step takes {duration(usual_s)}."
     caption += f" The {_MAX_STALLS} longest are shown." if len(found) > len(shown) else ""
     return Chart(title="Stalls", caption=caption, data=data, layout=layout)
