@@ -11,18 +11,8 @@ from typing import Any
 from rich.filesize import decimal
 
 from elastic_ddp.formatting import duration, plural
-from elastic_ddp.report.figure import (
-    FAILED_COLOR,
-    Chart,
-    bars,
-    color_of,
-    escape,
-    hover_end,
-    of_run,
-    prefix,
-    time_panels,
-    time_unit,
-)
+from elastic_ddp.report import figure
+from elastic_ddp.report.figure import Chart
 from elastic_ddp.report.history import History
 from elastic_ddp.telemetry.goodput import PARTS, stall_parts
 
@@ -57,7 +47,7 @@ def where_the_time_went(histories: Sequence[History]) -> Chart | None:
         words = [f"{share:.1f} % · {duration(each[part])}" for share, part in zip(shares, parts, strict=True)]
         data.append(
             {
-                "name": escape(histories[index].label),
+                "name": figure.escape(histories[index].label),
                 "showlegend": len(histories) > 1,
                 "type": "bar",
                 "orientation": "h",
@@ -66,11 +56,11 @@ def where_the_time_went(histories: Sequence[History]) -> Chart | None:
                 "text": words,
                 "textposition": "outside",
                 "cliponaxis": False,
-                "hovertemplate": "%{y}: %{text}" + hover_end(histories),
-                "marker": {"color": color_of(index)},
+                "hovertemplate": "%{y}: %{text}" + figure.hover_end(histories),
+                "marker": {"color": figure.color_of(index)},
             }
         )
-    layout = bars(len(parts) * len(histories), "share of the time (%)")
+    layout = figure.bars(len(parts) * len(histories), "share of the time (%)")
     layout["yaxis"] |= {"autorange": "reversed"}
     layout["xaxis"] |= {"range": [0, 100], "domain": [0, 0.55], "tickvals": [0, 50, 100]}
     return Chart(title="Goodput: where the time went", caption=_GOODPUT, data=data, layout=layout)
@@ -106,17 +96,17 @@ def _stalls(history: History) -> Chart | None:
             "marker": {"color": color},
             "y": list(range(len(shown))),
             "x": [costs[part] for _, costs in shown],
-            "text": [escape(f"{row['reason']}: {plural(row['world_size'], 'worker')} now") for row, _ in shown],
+            "text": [figure.escape(f"{row['reason']}: {plural(row['world_size'], 'worker')} now") for row, _ in shown],
             "textposition": "none",
             "hovertemplate": f"%{{text}}<br>{name} %{{x:.2f}} s<extra></extra>",
         }
         for part, (name, color) in _STALL_PARTS.items()
     ]
-    layout = bars(len(shown), "training stopped for (s)")
+    layout = figure.bars(len(shown), "training stopped for (s)")
     layout |= {"barmode": "stack", "showlegend": True}
     layout["height"] += _LEGEND_PX
     layout["xaxis"] |= {"nticks": 6, "tickangle": 0}
-    ticks = [escape(f"step {row['first_step']:,}, {_short(row['reason'])}") for row, _ in shown]
+    ticks = [figure.escape(f"step {row['first_step']:,}, {_short(row['reason'])}") for row, _ in shown]
     layout["yaxis"] |= {"autorange": "reversed", "tickvals": list(range(len(shown))), "ticktext": ticks}
     median = statistics.median(sum(costs.values()) for _, costs in found)
     caption = f"{plural(len(found), 'change')} of the workers, median {duration(median)} until training continued."
@@ -142,7 +132,7 @@ def _usual_step_s(history: History) -> float | None:
 
 def commits(histories: Sequence[History]) -> Chart | None:
     """How long each commit took to become durable."""
-    size, _ = time_unit(histories)
+    size, _ = figure.time_unit(histories)
     data: list[dict[str, Any]] = []
     captions = []
     for index, history in enumerate(histories):
@@ -150,30 +140,30 @@ def commits(histories: Sequence[History]) -> Chart | None:
         failed = [save for save in history.saves if save.error is not None]
         for saves, symbol in ((done, "circle"), (failed, "x")):
             if saves:
-                color = FAILED_COLOR if saves is failed else color_of(index)
-                notes = [escape(save.error or decimal(save.num_bytes or 0)) for save in saves]
+                color = figure.FAILED_COLOR if saves is failed else figure.color_of(index)
+                notes = [figure.escape(save.error or decimal(save.num_bytes or 0)) for save in saves]
                 data.append(
                     {
-                        **of_run(histories, index),
+                        **figure.of_run(histories, index),
                         "showlegend": saves is done and len(histories) > 1,
                         "mode": "markers",
                         "marker": {"symbol": symbol, "size": 9, "color": color},
                         "x": [save.at / size for save in saves],
                         "y": [save.seconds for save in saves],
                         "text": [f"step {save.step:,}, {note}" for save, note in zip(saves, notes, strict=True)],
-                        "hovertemplate": "%{text}<br>%{y:.2f} s" + hover_end(histories),
+                        "hovertemplate": "%{text}<br>%{y:.2f} s" + figure.hover_end(histories),
                     }
                 )
         if done:
             waited_s, total_s = history.summary["goodput"]["checkpoint"], history.summary["goodput"]["total"] or 1.0
             sizes = [save.num_bytes for save in done if save.num_bytes]
             captions.append(
-                prefix(histories, history)
+                figure.prefix(histories, history)
                 + plural(len(done), "commit")
                 + (f" of {decimal(int(statistics.median(sizes)))}" if sizes else "")
                 + f", each durable in {duration(statistics.median(save.seconds for save in done))} (median). "
                 + f"Training waited {duration(waited_s)} for them, {waited_s / total_s:.1%} of the time."
             )
-    layout = time_panels(["seconds until durable"], histories)
+    layout = figure.time_panels(["seconds until durable"], histories)
     layout["yaxis"] |= {"rangemode": "tozero"}
     return Chart(title="Commits", caption="\n".join(captions), data=data, layout=layout) if data else None

@@ -7,20 +7,8 @@ from operator import attrgetter
 from typing import Any
 
 from elastic_ddp.formatting import duration
-from elastic_ddp.report.figure import (
-    Chart,
-    broken,
-    color_of,
-    escape,
-    hover_end,
-    layout_axis,
-    line,
-    of_run,
-    stacked,
-    thin,
-    time_panels,
-    time_unit,
-)
+from elastic_ddp.report import figure
+from elastic_ddp.report.figure import Chart
 from elastic_ddp.report.history import History, finite, throughput
 from elastic_ddp.report.marks import Kind
 
@@ -48,12 +36,12 @@ _NAMED_SHARE = 0.15
 
 def timeline(histories: Sequence[History]) -> Chart | None:
     """World size with what changed it, training loss and throughput, over one time axis."""
-    size, unit = time_unit(histories)
+    size, unit = figure.time_unit(histories)
     workers: list[dict[str, Any]] = []
     losses: list[dict[str, Any]] = []
     rates: list[dict[str, Any]] = []
     for index, history in enumerate(histories):
-        run = of_run(histories, index)
+        run = figure.of_run(histories, index)
         area = {"fill": "tozeroy", "fillcolor": "rgba(59,120,194,0.2)"} if len(histories) == 1 else {}
         workers.append(
             {
@@ -63,17 +51,17 @@ def timeline(histories: Sequence[History]) -> Chart | None:
                 "line": {**run["line"], "width": 2, "shape": "hv"},
                 "x": [at / size for at, _ in history.sizes],
                 "y": [count for _, count in history.sizes],
-                "hovertemplate": f"%{{y}} workers at %{{x:.2f}} {unit}{hover_end(histories)}",
+                "hovertemplate": f"%{{y}} workers at %{{x:.2f}} {unit}{figure.hover_end(histories)}",
             }
         )
-        points = broken(thin([point for point in history.points if point.loss is not None], "loss"))
+        points = figure.broken(figure.thin([point for point in history.points if point.loss is not None], "loss"))
         losses.append(
             {
                 **run,
-                **line(points, lambda point: point.at / size, attrgetter("loss")),
+                **figure.line(points, lambda point: point.at / size, attrgetter("loss")),
                 "showlegend": False,
                 "text": ["" if point is None else f"step {point.step:,}" for point in points],
-                "hovertemplate": f"loss %{{y:.5g}} at %{{text}}{hover_end(histories)}",
+                "hovertemplate": f"loss %{{y:.5g}} at %{{text}}{figure.hover_end(histories)}",
             }
         )
         length_s = max(history.seconds, 1e-3)
@@ -85,18 +73,18 @@ def timeline(histories: Sequence[History]) -> Chart | None:
                 "line": {**run["line"], "shape": "vh"},
                 "x": [length_s * number / _INTERVALS / size for number in range(1, _INTERVALS + 1)],
                 "y": [finite(rate) for rate in throughput(history.points, length_s, _INTERVALS)],
-                "hovertemplate": f"%{{y:,.0f}} samples/s{hover_end(histories)}",
+                "hovertemplate": f"%{{y:,.0f}} samples/s{figure.hover_end(histories)}",
             }
         )
         workers += _marks(histories, index, size)
-    titles, data = stacked(("workers", workers), ("training loss", losses), ("samples/s", rates))
+    titles, data = figure.stacked(("workers", workers), ("training loss", losses), ("samples/s", rates))
     if not titles:
         return None
-    layout = time_panels(titles, histories)
+    layout = figure.time_panels(titles, histories)
     highest = max((count for history in histories for _, count in history.sizes), default=0)
     layout["yaxis"] |= {"range": [-0.12 * max(highest, 1), 1.25 * max(highest, 1)], "dtick": max(1, highest // 4)}
     if "samples/s" in titles:
-        layout[layout_axis(titles.index("samples/s"))]["rangemode"] = "tozero"
+        layout[figure.layout_axis(titles.index("samples/s"))]["rangemode"] = "tozero"
     captions = []
     if len(histories) == 1:
         layout["shapes"] = [*_lines(histories[0], size), *_shades(histories[0], size)]
@@ -135,9 +123,9 @@ def _marks(histories: Sequence[History], index: int, size: float) -> list[dict[s
             "showlegend": is_alone,
             "x": [at / size for at, _ in places],
             "y": [world_size for _, world_size in places],
-            "text": [escape(text) for text in texts],
-            "hovertemplate": f"%{{text}}<extra>{'' if is_alone else escape(history.label)}</extra>",
-            "marker": {"symbol": symbol, "size": 11, "color": color if is_alone else color_of(index)},
+            "text": [figure.escape(text) for text in texts],
+            "hovertemplate": f"%{{text}}<extra>{'' if is_alone else figure.escape(history.label)}</extra>",
+            "marker": {"symbol": symbol, "size": 11, "color": color if is_alone else figure.color_of(index)},
             "cliponaxis": False,
         }
         for name, symbol, color, places, texts in rows
