@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -298,8 +299,7 @@ def elastic_commands(run: Any, model: torch.nn.Module, gate: Gate, side: Side) -
         forwards = command["rows"] / side.setting.micro_batch_size * statistics.median(forward_s)
         return {"without_s": without, "with_s": beside, "evaluation_s": seconds, "forwards_s": forwards}
 
-    loss_of: Callable[[dict[str, torch.Tensor]], torch.Tensor] = lambda batch: next_byte_loss(model, batch)  # noqa: E731
-    repeat = repeat_backward(loss_of, model, side)
+    repeat = repeat_backward(partial(next_byte_loss, model), model, side)
     return {"commits": commits, "restore": restore_newest, "evaluations": evaluations, "repeat": repeat}
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from elastic_ddp.errors import WorkersFailedError
-from elastic_ddp.telemetry.bottleneck import Bottleneck, find_bottleneck
+from elastic_ddp.telemetry.bottleneck import find_bottleneck
 from elastic_ddp.telemetry.event import PEER_FAILED, WORKER_FAILED, Event, last_of
 from elastic_ddp.telemetry.events import (
     CommitSucceeded,
@@ -84,13 +84,9 @@ def _phases(events: list[Event]) -> dict[str, Any]:
     memory = [max(event.memory_bytes) for event in measured if event.memory_bytes]
     return {
         "phases": mean_phases(measured) if measured else None,
-        "bottleneck": None if last is None or bottleneck is None else _verdict(bottleneck, last),
+        "bottleneck": {**bottleneck.to_json(), "num_steps": last.num_steps} if last and bottleneck else None,
         "memory_bytes": max(memory, default=None),
     }
-
-
-def _verdict(bottleneck: Bottleneck, measured: PhasesMeasured) -> dict[str, Any]:
-    return {**bottleneck.to_json(), "num_steps": measured.num_steps}
 
 
 def _outcome(events: list[Event]) -> dict[str, Any]:
@@ -121,13 +117,17 @@ def _measurements(events: list[Event]) -> dict[str, Any]:
     """Returns the training loss, the last values of metrics, and the steps at which evaluations measured theirs."""
     metrics: dict[str, Any] = {}
     evaluated_at: dict[str, int] = {}
+    losses: list[StepsCompleted] = []
     for event in events:
         match event:
+            case SessionStarted(resumed_from_step=None):  # without a commit, nothing of earlier sessions counts
+                metrics, evaluated_at, losses = {}, {}, []
             case EvaluationFinished():
                 metrics[event.name], evaluated_at[event.name] = event.loss, event.step
             case StepsCompleted() | RunFinished():
                 metrics |= event.metrics or {}
-    losses = [event for event in events if isinstance(event, StepsCompleted) and event.loss is not None]
+        if isinstance(event, StepsCompleted) and event.loss is not None:
+            losses.append(event)
     first, last, step = (losses[0].loss, losses[-1].loss, losses[-1].step) if losses else (None, None, None)
     return {"loss": {"first": first, "last": last, "step": step}, "metrics": metrics, "evaluated_at": evaluated_at}
 

@@ -96,6 +96,15 @@ def test_a_run_over_two_sessions_is_one_summary() -> None:
     assert json.loads(json.dumps(summary, allow_nan=False)) == summary
 
 
+def test_loss_and_metrics_are_those_since_the_run_started_from_step_0() -> None:
+    evaluated = ("evaluation", {"generation": 1, "step": 30, "name": "accuracy", "loss": 0.9})
+    first = session("s1", 100.0, STARTED, generation(1, 2, 0, "start"), steps(30, 2.5, norm=3.0), evaluated)
+    again = session("s2", 200.0, STARTED, generation(1, 2, 0, "start"), steps(10, 7.5))
+    summary = summarize(first + again)
+    assert summary["loss"] == {"first": 7.5, "last": 7.5, "step": 10}
+    assert summary["metrics"] == summary["evaluated_at"] == {} and summary["steps"] == 10
+
+
 def test_the_newest_commit_interval_is_shown() -> None:
     commits = [("commit", {"step": step, "interval_s": every_s}) for step, every_s in ((10, 60.0), (20, 33.75))]
     summary = summarize(session("s1", 100.0, STARTED, *commits))
