@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from elastic_ddp.cli.output import console, json_option, print_json
-from elastic_ddp.cli.recorded_run import RecordedRun, RunLedger
+from elastic_ddp.cli.runs import RecordedRun, RunLedger
 from elastic_ddp.errors import ConfigError
 from elastic_ddp.telemetry.event import EVENTS, Event
 

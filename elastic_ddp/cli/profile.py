@@ -9,8 +9,8 @@ import typer
 from rich.console import RenderableType
 from rich.text import Text
 
-from elastic_ddp.cli.live_run import LiveRun, get_run
 from elastic_ddp.cli.output import AsJson, console, print_json, table
+from elastic_ddp.cli.runs import LiveRun, get_run
 from elastic_ddp.errors import ConfigError
 from elastic_ddp.formatting import plural
 

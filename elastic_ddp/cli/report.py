@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from elastic_ddp.cli.output import console
-from elastic_ddp.cli.recorded_run import RunLedger
+from elastic_ddp.cli.runs import RunLedger
 from elastic_ddp.errors import ConfigError, StorageError
 
 

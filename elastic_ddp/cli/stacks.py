@@ -8,9 +8,8 @@ from typing import Annotated, Any
 import typer
 from rich.text import Text
 
-from elastic_ddp.cli.live_run import get_run
 from elastic_ddp.cli.output import AsJson, console, print_json, ranges
-from elastic_ddp.cli.recorded_run import RunLedger
+from elastic_ddp.cli.runs import RunLedger, get_run
 from elastic_ddp.errors import ConfigError
 from elastic_ddp.formatting import format_time
 from elastic_ddp.telemetry.stacks import stacks_of_last_hang

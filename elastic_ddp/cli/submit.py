@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from elastic_ddp.cli.live_run import get_run
 from elastic_ddp.cli.output import console
+from elastic_ddp.cli.runs import get_run
 from elastic_ddp.errors import ConfigError, ElasticDDPError
 
 if TYPE_CHECKING:

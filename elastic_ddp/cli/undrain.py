@@ -6,8 +6,8 @@ from typing import Annotated
 
 import typer
 
-from elastic_ddp.cli.live_run import LiveRun, get_run
 from elastic_ddp.cli.output import console
+from elastic_ddp.cli.runs import LiveRun, get_run
 
 
 def undrain(

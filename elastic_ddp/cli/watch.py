@@ -9,7 +9,7 @@ import typer
 from rich.live import Live
 
 from elastic_ddp.cli.output import console, print_plain
-from elastic_ddp.cli.recorded_run import RecordedRun, RunLedger
+from elastic_ddp.cli.runs import RecordedRun, RunLedger
 from elastic_ddp.cli.watch_view import MAX_WIDTH, frame
 
 _POLL_S = 1.0

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -107,25 +108,29 @@ class StepProfiler:
             self.interrupt(MEMBERSHIP_CHANGES)
             return
         profile.next_step = step
-        if not profile.is_agreed:
-            self._decide(profile, votes)
-        elif profile.first_step is None:
-            self._attempt(self._start, profile)
-        elif profile.num_done >= profile.request.num_steps:
-            self._attempt(self._end, profile)
+        with self._undisturbed(profile):
+            if not profile.is_agreed:
+                self._decide(profile, votes)
+            elif profile.first_step is None:
+                assert profile.recording is not None
+                profile.recording.start()
+                profile.first_step = step
+            elif profile.num_done >= profile.request.num_steps:
+                self._end(profile)
 
     def _decide(self, profile: _Profile, votes: int) -> None:
         """Prepares the recording if all ranks of the request can start."""
         if votes == profile.number * len(profile.request.ranks):
             profile.is_agreed = True
-            self._attempt(self._prepare, profile)
+            profile.recording = TraceRecording(self._device, memory=profile.request.memory)
         elif profile.num_votes > 1 and self._clock() - profile.since >= START_WITHIN_S:
             self._drop(f"not all {len(profile.request.ranks)} ranks could start within {START_WITHIN_S:g} s")
 
     def interrupt(self, reason: str) -> None:
         """Ends a profile with the steps that are done, or drops it if there are none."""
         if self._profile is not None and self._profile.num_done:
-            self._attempt(partial(self._end, ended_early=reason), self._profile)
+            with self._undisturbed(self._profile):
+                self._end(self._profile, ended_early=reason)
         else:
             self._drop(reason)
 
@@ -137,14 +142,6 @@ class StepProfiler:
             _log.warning("the trace of a profile was not stored within %g s", STORE_WITHIN_S)
 
     # One profile.
-
-    def _prepare(self, profile: _Profile) -> None:
-        profile.recording = TraceRecording(self._device, memory=profile.request.memory)
-
-    def _start(self, profile: _Profile) -> None:
-        assert profile.recording is not None
-        profile.recording.start()
-        profile.first_step = profile.next_step
 
     def _end(self, profile: _Profile, ended_early: str | None = None) -> None:
         recording, request, first_step = profile.recording, profile.request, profile.first_step
@@ -193,10 +190,11 @@ class StepProfiler:
                 _log.warning("the recording of a profile could not be cancelled", exc_info=True)
             profile.recording.close()
 
-    def _attempt(self, action: Callable[[_Profile], None], profile: _Profile) -> None:
-        """Does something for a profile, which ends if that fails: training must continue."""
+    @contextmanager
+    def _undisturbed(self, profile: _Profile) -> Iterator[None]:
+        """A block that does something for a profile, which ends if that fails: training must continue."""
         try:
-            action(profile)
+            yield
         except Exception as error:
             self._profile = None
             self._cancel(profile)

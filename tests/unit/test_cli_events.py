@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from elastic_ddp.cli.recorded_run import RunLedger
+from elastic_ddp.cli.runs import RunLedger
 from elastic_ddp.cli.timeline import Timeline, sparkline
 from elastic_ddp.cli.watch_view import frame
 from elastic_ddp.errors import ConfigError, StorageError

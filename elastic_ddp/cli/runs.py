@@ -1,10 +1,10 @@
-"""The argument of commands that read a run's ledger, and the run that it names."""
+"""The arguments of commands that name a run: a live one, or one by its ledger."""
 
 from __future__ import annotations
 
 import glob
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -15,6 +15,10 @@ from elastic_ddp.telemetry import LedgerReader
 from elastic_ddp.telemetry.event import Event
 from elastic_ddp.telemetry.ledger import list_sessions
 
+if TYPE_CHECKING:
+    from elastic_ddp.driver.run_handle import RunHandle
+
+LiveRun = Annotated[str, typer.Argument(metavar="RUN", help="A live run: its name, or <storage>/<name>.")]
 RecordedRun = Annotated[
     str,
     typer.Argument(
@@ -22,6 +26,13 @@ RecordedRun = Annotated[
         help="The run's folder, <storage>/<name>. The name is enough if one folder of the working directory has it.",
     ),
 ]
+
+
+def get_run(run: str) -> RunHandle:
+    """Returns a handle to a live run. Raises ConfigError if it is not live."""
+    from elastic_ddp.driver import run_handle  # imports Ray
+
+    return run_handle.get_run(run)
 
 
 class RunLedger:
