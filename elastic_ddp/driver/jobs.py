@@ -8,6 +8,7 @@ import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from ray.job_submission import JobDetails, JobSubmissionClient
 
@@ -66,9 +67,9 @@ def submit(
     path = _path_on_the_cluster(program, working_dir)
     job = f"{program.stem}-{uuid.uuid4().hex[:6]}"
     metadata = {FIRST: job, NUMBER: "0", RESTARTS: str(restarts), RESOURCES: json.dumps(resources)}
-    runtime_env = {"env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": str(STOP_WAIT_S)}}
+    runtime_env: dict[str, Any] = {"env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": str(STOP_WAIT_S)}}
     if working_dir is not None:
-        runtime_env["working_dir"] = str(working_dir.resolve())  # type: ignore[assignment]
+        runtime_env["working_dir"] = str(working_dir.resolve())
     try:
         return client.submit_job(
             entrypoint=entrypoint(path, arguments, restarts),

@@ -75,10 +75,10 @@ class StepValues:
             case StepsCompleted():
                 own = {name: getattr(event, name) for name in ("loss", "epoch", "samples", "world_size")}
                 values = {**(event.metrics or {}), **own, **self._rate(event)}
-                self._add(event.step, event, values)
+                self._add(event, values)
             case EvaluationFinished() if event.step > self._evaluated.get(event.name, -1):
                 self._evaluated[event.name] = event.step
-                self._add(event.step, event, {event.name: event.loss}, may_be_late=True)
+                self._add(event, {event.name: event.loss}, may_be_late=True)
             case PhasesMeasured() if event.step > self._measured:
                 self._measured = event.step
                 self._add_late(dict(_phase_values(event)))
@@ -86,11 +86,14 @@ class StepValues:
                 self._add_late({"commit/seconds": event.seconds, "commit/bytes": event.num_bytes})
         return complete
 
-    def _add(self, step: int, event: Event, values: Mapping[str, Any], *, may_be_late: bool = False) -> None:
+    def _add(
+        self, event: StepsCompleted | EvaluationFinished, values: Mapping[str, Any], *, may_be_late: bool = False
+    ) -> None:
         """Adds values to the record of a step. If it is complete, they are repeated, or belong to the next record."""
-        if self._held is None and step > self._newest:
-            self._held = LoggedStep(step, event.moment, self._take_late())
-        if self._held is not None and step == self._held.step:
+        if self._held is None and event.step > self._newest:
+            late, self._late = self._late, {}
+            self._held = LoggedStep(event.step, event.moment, late)
+        if self._held is not None and event.step == self._held.step:
             for name, value in _numbers(values):
                 self._held.values.setdefault(name, value)
         elif may_be_late:
@@ -98,10 +101,6 @@ class StepValues:
 
     def _add_late(self, values: Mapping[str, Any]) -> None:
         (self._late if self._held is None else self._held.values).update(_numbers(values))
-
-    def _take_late(self) -> dict[str, float]:
-        late, self._late = self._late, {}
-        return late
 
     def _rate(self, event: StepsCompleted) -> dict[str, float]:
         """Returns the samples per second since the last such event of the session."""
