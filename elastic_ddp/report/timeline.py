@@ -85,23 +85,26 @@ def timeline(histories: Sequence[History]) -> Chart | None:
     layout["yaxis"] |= {"range": [-0.12 * max(highest, 1), 1.25 * max(highest, 1)], "dtick": max(1, highest // 4)}
     if "samples/s" in titles:
         layout[figure.layout_axis(titles.index("samples/s"))]["rangemode"] = "tozero"
-    captions = []
     if len(histories) == 1:
         layout["shapes"] = [*_lines(histories[0], size), *_shades(histories[0], size)]
         layout["annotations"] += _start_up_names(histories[0], size)
-        captions.append("Gray: start-up, until workers train.")
-    else:
+    return Chart(title="What happened", caption=_caption(histories), data=data, layout=layout)
+
+
+def _caption(histories: Sequence[History]) -> str:
+    """What the lines and symbols are."""
+    captions = ["Gray: start-up, until workers train."]
+    if len(histories) > 1:
         kinds = {mark.kind for history in histories for mark in history.marks}
         symbols = [
             f"{character}\N{NO-BREAK SPACE}{name}" for kind, (name, _, character, _) in MARKS.items() if kind in kinds
         ]
         symbols += ["|\N{NO-BREAK SPACE}commit"] if any(history.saves for history in histories) else []
-        captions += [f"Symbols: {', '.join(symbols)}."] if symbols else []
+        captions = [f"Symbols: {', '.join(symbols)}."] if symbols else []
         captions.append("Before its first workers, each run starts up.")
     if any(history.summary["sessions"] > 1 for history in histories):
         captions.append("The time between the sessions of a run is left out.")
-    caption = " ".join(captions)
-    return Chart(title="What happened", caption=caption, data=data, layout=layout)
+    return " ".join(captions)
 
 
 def _marks(histories: Sequence[History], index: int, size: float) -> list[dict[str, Any]]:

@@ -37,15 +37,7 @@ def describe_event(event: Event, session: int | None = None) -> str | None:
         case events.EvaluationFinished():
             return f"[step {event.step}] {event.name} {float(event.loss):.4f}"
         case events.HyperparametersDiffer():
-            used = (
-                "the values in the code are used from here on"
-                if event.uses_code
-                else "the saved values are used, because a commit of version 0.1.0 does not tell what the code said"
-            )
-            lines = [f"  {each['name']}: {_short(each['saved'])} -> {_short(each['now'])}" for each in event.changes]
-            return "\n".join(
-                [f"[step {event.step}] hyperparameters differ between the commit and the code; {used}:", *lines]
-            )
+            return _describe_hyperparameters(event)
         case events.WeightsLoaded():
             differences = {"missing": event.missing, "unexpected": event.unexpected, "converted": event.converted}
             counts = [f"{len(names)} {kind}" for kind, names in differences.items() if names]
@@ -75,6 +67,14 @@ def describe_event(event: Event, session: int | None = None) -> str | None:
         case events.RendezvousRestarted():
             return "the rendezvous process was restarted; training continued"
     return None
+
+
+def _describe_hyperparameters(event: events.HyperparametersDiffer) -> str:
+    used = "the values in the code are used from here on"
+    if not event.uses_code:
+        used = "the saved values are used, because a commit of version 0.1.0 does not have those of the code"
+    lines = [f"  {each['name']}: {_short(each['saved'])} -> {_short(each['now'])}" for each in event.changes]
+    return "\n".join([f"[step {event.step}] hyperparameters differ between the commit and the code; {used}:", *lines])
 
 
 def _short(value: Any) -> Any:
