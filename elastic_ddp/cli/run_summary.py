@@ -15,13 +15,8 @@ from elastic_ddp.cli.phases import describe_bottleneck, describe_phases, format_
 from elastic_ddp.formatting import format_rate, plural
 from elastic_ddp.telemetry.goodput import PARTS, stall_parts
 
-_STYLES = {
-    "running": "bold green",
-    "finished": "bold green",
-    "stopped": "bold yellow",
-    "failed": "bold red",
-    "unfinished": "bold yellow",
-}
+STYLES = {"training": "bold green", "running": "bold green", "finished": "bold green", "failed": "bold red"}
+"""Styles of states; all other states are yellow."""
 
 
 def render(summary: Mapping[str, Any], *, driver_is_dead: bool = False) -> RenderableType:
@@ -34,7 +29,7 @@ def render(summary: Mapping[str, Any], *, driver_is_dead: bool = False) -> Rende
     status = str(summary["status"])
     why = ": its driver died" if status == "unfinished" and driver_is_dead else ""
     title = Text(str(summary["name"] or "run"), style="bold")
-    parts: list[RenderableType] = [title, _facts(summary, Text(status + why, style=_STYLES[status]))]
+    parts: list[RenderableType] = [title, _facts(summary, Text(status + why, style=STYLES.get(status, "bold yellow")))]
     if summary["generations"]:
         parts += [Text(), Text("generations", style="dim"), _generations(summary)]
     if len(summary["scaling"]) > 1:
@@ -48,7 +43,7 @@ def _facts(summary: Mapping[str, Any], status: Text) -> Table:
     facts = facts_table()
     facts.add_row("status", status)
     total, interval_s, bottleneck = (summary[name] for name in ("total_steps", "commit_interval_s", "bottleneck"))
-    loss, workers = summary["loss"], {"failed": summary["workers_lost"], "drained": summary["workers_drained"]}
+    loss = summary["loss"]
     newest = f"last {bottleneck['num_steps']:,} steps" if bottleneck else ""
     rows = {
         "error": summary["error"],
@@ -69,7 +64,7 @@ def _facts(summary: Mapping[str, Any], status: Text) -> Table:
         "whole run": f"step {phases}" if (phases := describe_phases(summary["phases"])) else "",
         newest: f"bound by {verdict}" if (verdict := describe_bottleneck(bottleneck)) else "",
         "GPU memory": "" if summary["memory_bytes"] is None else f"{format_gib(summary['memory_bytes'])} peak",
-        "workers": ", ".join(f"{count:,} {what}" for what, count in workers.items() if count),
+        "workers": workers_gone(summary),
         "sessions": summary["sessions"],
         "commits": _number(summary["commits"]) + (f", one every {interval_s:,.1f} s" if interval_s is not None else ""),
         "weights hash": summary["weights_sha256"],
@@ -125,6 +120,12 @@ def _goodput(seconds: Mapping[str, Any]) -> str | None:
 
 def _duration(seconds: float) -> str:
     return f"{seconds:.1f} s" if seconds < 60 else str(timedelta(seconds=round(seconds)))
+
+
+def workers_gone(summary: Mapping[str, Any]) -> str:
+    """Returns how many workers failed and were drained; empty for none."""
+    counts = {"failed": summary["workers_lost"], "drained": summary["workers_drained"]}
+    return ", ".join(f"{count:,} {what}" for what, count in counts.items() if count)
 
 
 def training_rate(summary: Mapping[str, Any]) -> float | None:

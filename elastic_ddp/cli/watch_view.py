@@ -17,7 +17,7 @@ from rich.text import Text
 
 from elastic_ddp.cli.output import LABEL_WIDTH, facts_table, ranges
 from elastic_ddp.cli.phases import describe_bottleneck, format_gib
-from elastic_ddp.cli.run_summary import training_rate
+from elastic_ddp.cli.run_summary import STYLES, training_rate, workers_gone
 from elastic_ddp.cli.timeline import MARKS, Timeline, sparkline
 from elastic_ddp.formatting import clock_face, first_line, format_rate, format_time, plural
 from elastic_ddp.report.history import read_history
@@ -32,7 +32,6 @@ MAX_WIDTH = 120
 _NUM_RECENT, _MAX_CHARACTERS = 8, 100
 """Number of recent events, and characters of each."""
 _DAY_S = 86_400
-_STYLES = {"training": "bold green", "finished": "bold green", "failed": "bold red"}
 _PHASE_STYLES = ("yellow", "green", "blue", "red", "magenta", "dim")
 
 
@@ -61,7 +60,7 @@ def frame(ledger: Sequence[Event], now: float, *, width: int = 80, driver_is_dea
 
 def _heading(summary: Mapping[str, Any], state: str, seconds: float) -> Text:
     sessions = f"  session {summary['sessions']}" if summary["sessions"] > 1 else ""
-    style = _STYLES.get(state, "bold yellow")
+    style = STYLES.get(state, "bold yellow")
     return Text.assemble(
         (str(summary["name"] or "run"), "bold"), "  ", (state, style), f"  {clock_face(seconds)}", sessions
     )
@@ -144,9 +143,8 @@ def _facts(summary: Mapping[str, Any], ledger: Sequence[Event], now: float) -> T
         rows.add_row("commits", f"{summary['commits']:,}, {facts}")
     if (share := summary["goodput"]["goodput"]) is not None:
         rows.add_row("goodput", f"{100 * share:.1f} %")
-    left = {"failed": summary["workers_lost"], "drained": summary["workers_drained"]}
-    if any(left.values()):
-        rows.add_row("workers", ", ".join(f"{count:,} {what}" for what, count in left.items() if count))
+    if gone := workers_gone(summary):
+        rows.add_row("workers", gone)
     return rows
 
 
