@@ -33,6 +33,8 @@ HIDDEN = ("/root", "/tmp", "/home")
 """Folders that differ from those of this machine."""
 ROOT = Path(__file__).parents[2]
 SITE_PACKAGES = [path for path in sys.path if Path(path).name == "site-packages"]
+ONLINE_CPUS = "/sys/devices/system/cpu/online"
+"""Libraries read the number of CPUs from it."""
 
 BOOT = """
 set -eu
@@ -60,10 +62,16 @@ for path; do
 done
 mount --bind /mnt/machine/etc /etc
 echo 0 > /mnt/cpus
-mount --bind /mnt/cpus /sys/devices/system/cpu/online
+mount --bind /mnt/cpus ONLINE_CPUS
 ulimit -n 65536 || true
 /usr/sbin/sshd -D -e -f /mnt/machine/sshd_config &
 wait # as the machine's first process, the shell reaps orphans
+""".replace("ONLINE_CPUS", ONLINE_CPUS)
+PROBE = f"""
+ip link add one type bridge
+ip link add two type veth peer name three
+mount -t tmpfs tmpfs /mnt
+mount --bind /dev/null {ONLINE_CPUS}
 """
 SSHD = """
 HostKey /mnt/machine/host_key
@@ -81,10 +89,9 @@ def missing() -> str | None:
     path = f"{os.environ['PATH']}:/usr/sbin"
     if packages := [package for name, package in PROGRAMS.items() if shutil.which(name, path=path) is None]:
         return f"machines of namespaces need Debian's {', '.join(packages)}"
-    probe = ["unshare", "--mount", "--pid", "--uts", "--net", "--fork", "--mount-proc", "true"]
-    if subprocess.run(probe, capture_output=True).returncode != 0:
-        return "this machine allows no namespaces"
-    return None
+    probe = ["unshare", "--mount", "--pid", "--uts", "--ipc", "--net", "--fork", "--mount-proc", "sh", "-ec", PROBE]
+    done = subprocess.run(probe, capture_output=True, text=True, env={**os.environ, "PATH": path})
+    return None if done.returncode == 0 else f"machines of namespaces are not possible here: {done.stderr.strip()}"
 
 
 class Machine:
