@@ -63,14 +63,16 @@ def find_bottleneck(measured: PhasesMeasured, nodes: Sequence[str] = ()) -> Bott
         return None
     share = {phase: seconds / step_s for phase, seconds in measured.phases.items()}
     slow = _slow_ranks(measured, step_s) if measured.micro_batches else []
-    # The data of the other ranks may be in time only because they read ahead while they wait for this one.
+    # While one rank waits for data, the others wait for it, and read ahead: the next one to wait is another.
+    late = max(measured.late_data_s, measured.phases["data"]) / step_s
+    communication = share["communication"] - (late - share["data"])
     is_data_late = bool(slow) and _slowest_phase(measured) == "data"
     if slow and not is_data_late:
         return _slowness(measured, slow, nodes if len(nodes) == len(measured.work_s) else [])
-    if is_data_late or (share["data"] >= _DATA and 2 * share["data"] >= share["communication"]):
-        return _late_data(measured, slow)
-    if share["communication"] >= _COMMUNICATION:
-        return _communication(measured, share["communication"])
+    if is_data_late or (late >= _DATA and 2 * late >= communication):
+        return _late_data(late, slow, in_turn=share["data"] < late / 2)
+    if communication >= _COMMUNICATION:
+        return _communication(measured, communication)
     if share["other"] >= _OTHER:
         return _other(measured)
     compute = sum(share[phase] for phase in ("forward", "backward", "optimizer"))
@@ -90,18 +92,17 @@ def _other(measured: PhasesMeasured) -> Bottleneck:
     return Bottleneck(kind="other", reason=f"{what} {_percent(share)} of the time.", advice=advice)
 
 
-def _late_data(measured: PhasesMeasured, late: list[int]) -> Bottleneck:
-    reason = f"ranks wait for data {_percent(measured.phases['data'] / sum(measured.phases.values()))} of the time."
-    if late:
-        ranks, them = (f"rank {late[0]} waits", "it") if len(late) == 1 else (f"{_ranks(late)} wait", "them")
-        share = max(_delays(measured)) / sum(measured.phases.values())
-        reason = f"{ranks} for data, and the others wait for {them} {_percent(share)} of the time."
+def _late_data(share: float, slow: list[int], *, in_turn: bool) -> Bottleneck:
+    reason = f"{'one rank or another waits' if in_turn else 'ranks wait'} for data {_percent(share)} of the time."
+    if slow:
+        ranks, them = (f"rank {slow[0]} waits", "it") if len(slow) == 1 else (f"{_ranks(slow)} wait", "them")
+        reason = f"{ranks} for data {_percent(share)} of the time, and the others wait for {them}."
     return Bottleneck(
         kind="data",
         reason=reason,
         advice="Raise data.concurrency, or data.num_cpus_per_task if the nodes have spare CPUs; or make the "
         "transform cheaper.",
-        ranks=late,
+        ranks=slow,
     )
 
 

@@ -151,6 +151,8 @@ class PhasesMeasured(AgreedEvent, event="phases"):
     """Seconds of each phase in one step, averaged over steps and ranks. Together they are the duration of a step. The
     phases are `data` (waiting for the next micro-batch), `forward`, `backward`, `communication` (waiting for other
     ranks, without what overlaps with the backward), `optimizer`, and `other`."""
+    late_data_s: float = 0.0
+    """Seconds of one step until data is there on all ranks: the longest wait of a rank, averaged over steps."""
     in_other: Mapping[str, float] = field(default_factory=dict)
     """Seconds of two parts of `other`: `evaluation`, and `commit` (waiting for one). The rest is code between steps."""
     work_s: list[float] = field(default_factory=list)

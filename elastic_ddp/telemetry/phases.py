@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from statistics import fmean
 from typing import Any, Literal, get_args
 
 from elastic_ddp.telemetry.event import Event
@@ -42,12 +43,15 @@ def combine(
         return None
     seconds, in_other = ([part[name] for part in parts] for name in ("phases", "in_other"))
     slowest = max(range(len(parts)), key=lambda rank: parts[rank]["work_s"] / micro_batches[rank])
+    waits: list[Mapping[str, float]] = [part["data_s"] for part in parts]
+    steps = set(waits[0]).intersection(*waits)  # the devices of some ranks may be behind
     memory, utilization = ([part[name] for part in parts] for name in ("memory_bytes", "utilization"))
     return PhasesMeasured(
         generation=generation,
         step=parts[0]["step"],
         num_steps=parts[0]["num_steps"],
         phases={phase: round(sum(own[phase] for own in seconds) / len(parts), 6) for phase in STEP_PHASES},
+        late_data_s=round(fmean(max(own[step] for own in waits) for step in steps), 6) if steps else 0.0,
         in_other={name: round(sum(own[name] for own in in_other) / len(parts), 6) for name in in_other[0]},
         work_s=[part["work_s"] for part in parts],
         micro_batches=list(micro_batches),
@@ -109,6 +113,7 @@ def _average(events: Sequence[PhasesMeasured]) -> PhasesMeasured:
         events[0],
         num_steps=total,
         phases=mean_phases(events),
+        late_data_s=round(sum(event.late_data_s * event.num_steps for event in events) / total, 6),
         in_other={
             name: round(sum(event.in_other.get(name, 0.0) * event.num_steps for event in events) / total, 6)
             for name in events[0].in_other

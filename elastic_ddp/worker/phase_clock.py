@@ -120,6 +120,7 @@ class PhaseClock:
     def _clear(self) -> None:
         self._step = self._num_steps = 0
         self._seconds: dict[_Phase, float] = dict.fromkeys((*STEP_PHASES, *_IN_OTHER), 0.0)
+        self._data_s: dict[str, float] = {}
 
     def begin(self, step: int) -> None:
         """A generation begins, with this number of steps done. Forgets what was measured."""
@@ -171,10 +172,11 @@ class PhaseClock:
         """Adds up the phases of steps whose end the device has reached."""
         while self._done and self._timer.is_past(self._done[0][2]):
             self._step, phases, end = self._done.popleft()
-            ends = [*(begin for _, begin in phases[1:]), end]
+            ends, before_s = [*(begin for _, begin in phases[1:]), end], self._seconds["data"]
             for (phase, begin), until in zip(phases, ends, strict=True):
                 self._seconds[phase] += self._timer.seconds(begin, until)
                 self._timer.release(begin)
+            self._data_s[str(self._step)] = round(self._seconds["data"] - before_s, 6)
             self._num_steps += 1
 
     def take(self) -> dict[str, Any]:
@@ -182,9 +184,10 @@ class PhaseClock:
 
         Returns:
             JSON values: step (the number of steps done up to the last step measured), num_steps (steps measured),
-            phases (seconds of each in one step), in_other (seconds of the parts of `other` that are known), work_s
-            (seconds of a step without communication and commits), memory_bytes (peak of the process),
-            utilization (from 0 to 1). What is not known is None.
+            phases (seconds of each in one step), data_s (seconds of the phase `data` in each step, by the number of
+            steps done), in_other (seconds of the parts of `other` that are known), work_s (seconds of a step without
+            communication and commits), memory_bytes (peak of the process), utilization (from 0 to 1). What is not
+            known is None.
         """
         per_step = {phase: seconds / max(1, self._num_steps) for phase, seconds in self._seconds.items()}
         work_s = sum(per_step.values()) - per_step["communication"] - per_step["commit"]
@@ -194,6 +197,7 @@ class PhaseClock:
             "step": self._step,
             "num_steps": self._num_steps,
             "phases": {phase: round(seconds, 6) for phase, seconds in per_step.items()},
+            "data_s": self._data_s,
             "in_other": {name: round(seconds, 6) for name, seconds in in_other.items()},
             "work_s": round(work_s, 6),
             "memory_bytes": torch.cuda.max_memory_allocated(self._device) if self._device is not None else None,

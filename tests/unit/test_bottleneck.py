@@ -14,9 +14,16 @@ BALANCED = {"data": 0.02, "forward": 0.3, "backward": 0.5, "communication": 0.1,
 
 
 def measure(
-    *ranks: dict[str, float], micro_batches: list[int] | None = None, num_steps: int = MIN_STEPS, **changes: Any
+    *ranks: dict[str, float],
+    micro_batches: list[int] | None = None,
+    num_steps: int = MIN_STEPS,
+    in_turn: bool = False,
+    **changes: Any,
 ) -> PhasesMeasured:
-    """The event for ranks that differ from `BALANCED` in these phases. Peers wait for the slowest one."""
+    """The event for ranks that differ from `BALANCED` in these phases. Peers wait for the slowest one.
+
+    Each step waits for data; with `in_turn`, for that of a single rank, each of the ranks in turn.
+    """
     phases = [{**BALANCED, **rank} for rank in ranks]
     step_s = max(sum(own.values()) for own in phases)
     for own in phases:
@@ -26,13 +33,17 @@ def measure(
             "step": 100,
             "num_steps": num_steps,
             "phases": own,
+            "data_s": {
+                str(step): own["data"] * (len(phases) * (step % len(phases) == rank) if in_turn else 1)
+                for step in range(num_steps)
+            },
             "in_other": {"evaluation": 0.0, "commit": 0.0},
             "work_s": sum(own.values()) - own["communication"],
             "memory_bytes": None,
             "utilization": None,
             **changes,
         }
-        for own in phases
+        for rank, own in enumerate(phases)
     ]
     event = combine(parts, generation=1, micro_batches=micro_batches or [2] * len(ranks))
     assert event is not None
@@ -118,7 +129,14 @@ def test_a_rank_that_is_slow_because_its_data_is_late_is_bound_by_data() -> None
     for others in (0.0, 0.5):
         found = verdict(measure({"data": others}, {"data": 1.5}, {"data": others}))
         assert (found.kind, found.ranks) == ("data", [1]) and "data.concurrency" in found.advice
-        assert f"rank 1 waits for data, and the others wait for it {60 if others == 0 else 40} % of" in found.reason
+        assert "rank 1 waits for data 60 % of the time, and the others wait for it" in found.reason
+
+
+def test_data_that_is_late_on_each_of_many_ranks_in_turn_bounds_the_run() -> None:
+    waiting = {"data": 0.2, "communication": 1.5}  # each rank waits 1.4 s for the data of the other seven
+    found = verdict(measure(*[waiting] * 8, num_steps=40, in_turn=True))
+    assert found.kind == "data" and "one rank or another waits for data 62 % of" in found.reason
+    assert verdict(measure(*[waiting] * 8)).kind == "communication"
 
 
 def test_data_that_is_late_in_one_of_a_hundred_steps_bounds_the_run() -> None:

@@ -87,7 +87,7 @@ def test_a_step_is_split_into_its_phases() -> None:
     assert (taken["step"], taken["num_steps"]) == (4, 2), "the first two steps of a generation are not measured"
     expected = {"data": 2.0, "forward": 2.0, "backward": 2.5, "communication": 1.0, "optimizer": 0.5, "other": 1.0}
     assert taken["phases"] == expected and list(taken["phases"]) == list(STEP_PHASES)
-    assert taken["work_s"] == 8.0
+    assert taken["work_s"] == 8.0 and taken["data_s"] == {"3": 2.0, "4": 2.0}
     assert taken["memory_bytes"] is taken["utilization"] is None
 
 
