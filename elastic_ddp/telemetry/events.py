@@ -164,8 +164,7 @@ class PhasesMeasured(AgreedEvent, event="phases"):
     slowest: Mapping[str, float] = field(default_factory=dict)
     """As `phases`, of that rank alone."""
     memory_bytes: list[int] | None = None
-    """Peak of the GPU memory that torch allocated on a rank since its process started
-    (`torch.cuda.max_memory_allocated`); null on CPUs."""
+    """`torch.cuda.max_memory_allocated` of a rank since its process started; null on CPUs."""
     utilization: list[float | None] | None = None
     """Share of the time in which a rank's GPU was busy, from 0 to 1, as NVML has it; null without NVML."""
 
