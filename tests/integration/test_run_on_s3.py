@@ -28,7 +28,7 @@ def test_a_run_on_s3_has_the_same_bits_as_a_local_run(undisturbed: Mapping[str, 
     jobs.write_rows(f"{bucket}/data", filesystem=filesystem)
 
     killed = ("kill-driver", str(tmp_path / "killed"), "25")
-    first = jobs.drive(f"{s3}/data", f"{s3}/runs", "run", "2", *killed, LOGGERS="tensorboard")
+    first = jobs.drive(f"{s3}/data", f"{s3}/runs", "run", "1", *killed, LOGGERS="tensorboard")
     assert first.returncode == -9, first.stderr
     second = jobs.drive(f"{s3}/data", f"{s3}/runs", "run", "2", *killed, LOGGERS="tensorboard")
     assert second.returncode == 0, second.stderr
