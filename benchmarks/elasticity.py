@@ -83,8 +83,11 @@ def wait_until(
     return True, ends
 
 
-def trigger(event: str, system: System, rank: int, *, timeout_s: float) -> dict[str, Any]:
-    """Triggers an event in a training run, waits until the run has recovered, and returns the figures."""
+def trigger(event: str, system: System, rank: int, *, timeout_s: float, workers: int | None = None) -> dict[str, Any]:
+    """Triggers an event in a training run, waits until the run has recovered, and returns the figures.
+
+    `workers` is the number of workers afterwards, by default that of `WORKERS`.
+    """
     at, load, victim = time.time(), os.getloadavg()[0], None
     if event == "add":
         system.add_worker()
@@ -96,7 +99,7 @@ def trigger(event: str, system: System, rank: int, *, timeout_s: float) -> dict[
         system.resize(WORKERS[event][1])
     else:
         system.stop_machine(signal.SIGKILL if event == "node" else signal.SIGSTOP)
-    happened = Event(at, WORKERS[event][1], victim)
+    happened = Event(at, workers or WORKERS[event][1], victim)
     _, ends = wait_until(system, partial(is_settled, event=happened), timeout_s)
     figures = measure(ends, happened, now=time.time(), ended=system.ended())
     return {"rank": rank if event == "kill" else None, "load": load, **figures}

@@ -14,7 +14,7 @@ from elastic_ddp.errors import format_exception
 
 _log = logging.getLogger(__name__)
 
-_TERMINATED = 128 + signal.SIGTERM
+TERMINATED = 128 + signal.SIGTERM
 """Exit code of a process that SIGTERM ended, as in shells."""
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """Ctrl-C, the request of a supervisor, and the end of a terminal or an ssh session."""
@@ -67,7 +67,7 @@ def _read(reader: int) -> None:
         if signal.SIGTERM not in data:
             continue
         if _exits_on_sigterm.is_set():
-            os._exit(_TERMINATED)
+            os._exit(TERMINATED)
         with _lock:
             listeners = [] if _received.is_set() else [*_listeners]
             _received.set()

@@ -5,6 +5,7 @@ No other module may use a private name of torch; `tests/unit/test_architecture.p
 
 from __future__ import annotations
 
+import ctypes
 import datetime
 import os
 import threading
@@ -362,6 +363,26 @@ class ProfilerSession:
     def export(self, path: str) -> None:
         """Writes the trace in Chrome's format; any thread may call it."""
         self._profile.export_chrome_trace(path)
+
+
+def delay_cuda(wait: Callable[[], None]) -> None:
+    """Makes the first use of CUDA in this process call `wait` before it: all go through `torch._C._cuda_init`."""
+    initialize = torch._C._cuda_init
+
+    def initialize_later() -> None:
+        wait()
+        initialize()
+
+    torch._C._cuda_init = initialize_later
+
+
+def has_used_cuda() -> bool:
+    """Whether this process has loaded the CUDA driver, which fixes the GPUs that it sees."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    return int(driver.cuDeviceGetCount(ctypes.byref(ctypes.c_int()))) != 3  # CUDA_ERROR_NOT_INITIALIZED
 
 
 def records_memory_history() -> bool:

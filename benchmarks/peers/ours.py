@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 
@@ -25,15 +27,25 @@ class ElasticDDP(RaySystem):
         not_kept="nothing: the same batches, each sample once, the same bits at any number of workers",
     )
 
+    standby_workers: ClassVar[int] = 0
+
     def start_driver(self, address: str) -> None:
         write_dataset(self.folder / "data")
         self._address = address
-        self.spawn(module("ours", str(self.folder)), RAY_ADDRESS=address)
+        self.spawn(module("ours", str(self.folder), str(self.standby_workers)), RAY_ADDRESS=address)
 
     def resize(self, num_workers: int) -> None:
-        command = [sys.executable, "-m", "elastic_ddp.cli.main", "resize", NAME, str(num_workers)]
+        self._command("resize", NAME, str(num_workers))
+
+    def standbys(self) -> list[int]:
+        """Returns the process ids of standbys that are ready."""
+        [status] = json.loads(self._command("status", NAME, "--json"))
+        return [standby["pid"] for standby in status["standbys"]]
+
+    def _command(self, *arguments: str) -> bytes:
+        command = [sys.executable, "-m", "elastic_ddp.cli.main", *arguments]
         environment = {**os.environ, "RAY_ADDRESS": self._address}
-        subprocess.run(command, check=True, capture_output=True, env=environment)
+        return subprocess.run(command, check=True, capture_output=True, env=environment).stdout
 
 
 def write_dataset(folder: Path) -> None:
@@ -48,7 +60,7 @@ def write_dataset(folder: Path) -> None:
     pq.write_table(table, folder / "rows.parquet", row_group_size=1024)
 
 
-def run(folder: str) -> None:
+def run(folder: str, standby_workers: str) -> None:
     from ray import cloudpickle
 
     import elastic_ddp as ed
@@ -75,9 +87,10 @@ def run(folder: str) -> None:
         global_batch_size=GLOBAL_BATCH_SIZE,
         micro_batch_size=GLOBAL_BATCH_SIZE // 4,
         max_workers=3,
+        standby_workers=int(standby_workers),
     )
     ed.ElasticTrainer(train, f"{folder}/data", config).fit()
 
 
 if __name__ == "__main__":
-    run(sys.argv[1])
+    run(*sys.argv[1:])

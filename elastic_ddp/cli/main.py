@@ -147,12 +147,14 @@ def _describe_run(facts: Mapping[str, Any]) -> RenderableType:
         value = facts[name]
         return "-" if value is None else f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
 
+    standbys = len(facts["standbys"])
     return Text.assemble(
         (facts["name"], "bold"),
         f"  {facts['state']}\n",
         f"  step {number('step')} of {number('total_steps')}, last commit {number('last_commit')}\n",
         f"  loss {number('loss')}, {number('steps_per_s')} steps/s\n",
         f"  {plural(facts['world_size'] or 0, 'worker')}, generation {number('generation')}",
+        f", {plural(standbys, 'standby')}" if standbys else "",
         *(f"\n  {line}" for line in describe_step(facts)),
         f"\n  {facts['waiting_for']}" if facts["waiting_for"] else "",
         f"\n  submitted as job {job}" if (job := facts["driver"].get("job")) else "",

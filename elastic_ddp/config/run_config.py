@@ -189,6 +189,10 @@ class RunConfig(Settings):
     """Smallest number of workers to train with. Training waits while there are fewer."""
     max_workers: PositiveInt = 1
     """Largest number of workers to train with. At most `global_batch_size / micro_batch_size`."""
+    standby_workers: Annotated[int, Field(ge=0, le=MAX_STEP)] = 0
+    """Number of standbys on each node that has a worker: processes that have imported and built everything, and take
+    the place of a worker that fails there. A standby reserves no resources and no GPU memory, but needs the host memory
+    of a worker."""
     even_micro_batches: bool = False
     """Train only with numbers of workers that divide the micro-batches of a step, so that every worker has as many.
     Other ready workers stand by. Set it if the training function runs collectives for each micro-batch."""

@@ -15,6 +15,7 @@ import ray.train
 import ray.train.torch
 import torch
 
+from elastic_ddp import standby
 from elastic_ddp.errors import StorageError
 from elastic_ddp.rendezvous.actor import RendezvousHandle
 from elastic_ddp.rendezvous.members import Member
@@ -72,6 +73,7 @@ def run_workers(job: Job, rendezvous: RendezvousHandle, on_controller: Callable[
         run_name=config.name,
         rendezvous=rendezvous,
         save_within_s=config.drain_deadline_s,
+        standby_workers=config.standby_workers,
         on_controller=on_controller,
         state_api=RunInStateApi(
             session=job.session,
@@ -111,17 +113,18 @@ def _run_worker(job: Job, rendezvous: RendezvousHandle) -> None:
     """Ray Train's training function, which it calls in every worker."""
     train_context = ray.train.get_context()
     runtime = ray.get_runtime_context()
-    node_id = runtime.get_node_id()
+    node_id, is_standby = runtime.get_node_id(), not standby.has_place()
     member = Member(
         id=str(runtime.get_actor_id()),
-        rank_in_group=train_context.get_world_rank(),
-        group_size=train_context.get_world_size(),
+        rank_in_group=0 if is_standby else train_context.get_world_rank(),
+        group_size=1 if is_standby else train_context.get_world_size(),
         node=ray.util.get_node_ip_address(),
         node_id=str(node_id),
         pid=os.getpid(),
     )
     resources: dict[str, float] = next((node["Resources"] for node in ray.nodes() if node["NodeID"] == node_id), {})
-    device = ray.train.torch.get_device()
-    if device.type == "cuda":
+    # A standby will see one GPU, and must not look for it before it has a place.
+    device = torch.device("cuda:0") if is_standby and job.config.use_gpu else ray.train.torch.get_device()
+    if device.type == "cuda" and not is_standby:
         torch.cuda.set_device(device)
     work(job, rendezvous, WorkerContext(member, device, resources))

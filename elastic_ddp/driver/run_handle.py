@@ -58,6 +58,7 @@ class RunHandle:
             - `step`, `loss`, `steps_per_s`: the newest step, its training loss, and the speed in steps per second.
             - `generation`, `world_size`: the current generation, and its number of workers (0 while waiting).
             - `members`: a dict for each worker: `rank`, `node` (address), `node_id` (Ray's node id), `pid`, `id`.
+            - `standbys`: the same, without `rank`, for each standby that is ready.
             - `wanted`: the number of workers requested by `resize`.
             - `draining`: ids of nodes that are being drained.
             - `last_commit`: steps done in the newest commit.

@@ -34,8 +34,9 @@ from ray.train.v2.api.exceptions import ControllerError, TrainingFailedError, Wo
 from elastic_ddp.ray_internals.messages import mark_messages
 from elastic_ddp.ray_internals.nodes import draining_nodes
 from elastic_ddp.ray_internals.scaling import LimitedScalingPolicy, autoscaled_nodes, shorten_intervals
+from elastic_ddp.ray_internals.start_backoff import StartBackoff
 from elastic_ddp.ray_internals.worker_group import ElasticWorkerGroup, actor_id
-from elastic_ddp.ray_internals.worker_states import classify_workers
+from elastic_ddp.ray_internals.worker_states import WorkerStates, classify_workers
 from elastic_ddp.telemetry.events import StartFailed
 
 if TYPE_CHECKING:
@@ -48,8 +49,6 @@ PLACEMENT_TIMEOUT_S = 10.0
 DIRECTIVES_RETRY_S = 1.0
 STARTING_POLL_S = 0.5
 """How often workers are polled while others are starting: each poll moves those forward."""
-MAX_START_BACKOFF_S = 60.0
-"""Longest pause after failed starts: 2 s after the first, then twice as long after each further one."""
 DEFAULT_DRAIN_S = 60.0
 """Seconds left to a node that Ray drains without a deadline."""
 MIN_DRAIN_S = 0.1
@@ -67,7 +66,8 @@ class ElasticController(TrainController):
     """Adds and removes workers one by one, as the rendezvous directs.
 
     Names of placement groups start with `placement_group_prefix`. A dismissed worker has `save_within_s` for its save.
-    `environment` has the environment variables of Ray Train for this process and the workers.
+    Each node with workers has `standby_workers` standbys. `environment` has the environment variables of Ray Train for
+    this process and the workers.
     """
 
     worker_group_cls = ElasticWorkerGroup
@@ -78,6 +78,7 @@ class ElasticController(TrainController):
         rendezvous: Any,
         placement_group_prefix: str,
         save_within_s: float,
+        standby_workers: int,
         environment: Mapping[str, str],
         **kwargs: Any,
     ) -> None:
@@ -91,17 +92,15 @@ class ElasticController(TrainController):
         ElasticWorkerGroup.placement_group_prefix = placement_group_prefix
         self.rendezvous = rendezvous
         self.save_within_s = save_within_s
+        self.standby_workers = standby_workers
         self._poll_interval_s = self._health_check_interval_s
         self._target: int | None = None
         """Number of workers to start up to, until it has been acted on."""
         self._query_capacity_now = False
         self._limit = 0
         self._dismissed_at: dict[str, float] = {}
-        self._num_failed_starts = 0
-        """Workers in a row that failed before they trained."""
+        self._backoff, self._standby_backoff = StartBackoff(), StartBackoff()
         self._trained: set[str] = set()
-        self._backoff_until = 0.0
-        """Monotonic time before which no worker is started."""
         self._failed_start: states.TrainControllerState | None = None
         """The state after the newest group that failed to start."""
 
@@ -153,27 +152,54 @@ class ElasticController(TrainController):
             return await super()._step()
         failed = ranks.failed
         self._reset_backoff_if_new(set(workers) - set(directives.newcomers))
-        self._back_off(sum(workers[rank] in directives.newcomers for rank in failed))
-        if failed:
-            error = WorkerGroupError(error_message="workers failed", worker_failures=failed)
-            decision = FailureDecision.RETRY
-            # Ray Train counts decisions, so it makes none for failures that do not count.
-            if any(counts_as_failure(group.get_workers()[rank], directives) for rank in failed):
-                decision = self._failure_policy.make_decision(training_failed_error=error)
-            if decision != FailureDecision.RETRY or ranks.none_trains:
-                return self._execute_failure_decision(decision, training_failed_error=error)
-        if ranks.all_exited:
+        self._backoff.add(sum(workers[rank] in directives.newcomers for rank in failed))
+        error = WorkerGroupError(error_message="workers failed", worker_failures=failed)
+        decision = FailureDecision.RETRY
+        # Ray Train counts decisions, so it makes none for failures that do not count.
+        if any(counts_as_failure(group.get_workers()[rank], directives) for rank in failed):
+            decision = self._failure_policy.make_decision(training_failed_error=error)
+        if decision != FailureDecision.RETRY:
+            return self._execute_failure_decision(decision, training_failed_error=error)
+        replaced = self._use_standbys(group, ranks, directives)
+        if failed and ranks.none_trains and not replaced:
+            return self._execute_failure_decision(decision, training_failed_error=error)
+        if ranks.all_exited and not replaced:
             # Ray Train cannot run an empty group. It starts another one as soon as there is capacity.
             drained = WorkerGroupError(error_message="all workers were drained", worker_failures={})
             return self._transition(state, states.RestartingState(training_failed_error=drained))
-        if removed := failed.keys() | ranks.exited:
+        if removed := (failed.keys() | ranks.exited) - replaced:
             group.remove(removed)
             self._query_capacity_now = True
         if not ranks.finished:  # otherwise the run is over
             going = {*directives.dismissed, *directives.leaving}
             num_staying = sum(actor_id(worker) not in going for worker in group.get_workers())
             self._start_missing(group, status, num_staying, directives.limit)
+            if not replaced:
+                self._keep_standbys(group, directives)
         return self._transition(state, states.RunningState())
+
+    def _use_standbys(self, group: ElasticWorkerGroup, ranks: WorkerStates, directives: WorkerDirectives) -> set[int]:
+        """Gives the places of workers that have failed or left to standbys. Returns the ranks that were replaced."""
+        if not self.standby_workers or directives.is_over or ranks.finished:
+            return set()
+        workers, gone = group.get_workers(), ranks.failed.keys() | ranks.exited
+        going = {*directives.dismissed, *directives.leaving}
+        num_staying = sum(actor_id(each) not in going for rank, each in enumerate(workers) if rank not in gone)
+        usable = [rank for rank in sorted(gone) if workers[rank].metadata.node_id not in directives.avoid]
+        replaced = group.replace(usable[: max(0, directives.limit - num_staying)])
+        if replaced:
+            self._standby_backoff.reset()
+        return replaced
+
+    def _keep_standbys(self, group: ElasticWorkerGroup, directives: WorkerDirectives) -> None:
+        """Starts missing standbys while all workers train: their imports would slow down a change of membership."""
+        if not self.standby_workers:
+            return
+        nodes = {worker.metadata.node_id: worker.metadata for worker in group.get_workers()}
+        usable = {node: metadata for node, metadata in nodes.items() if node not in directives.avoid}
+        may_start = directives.is_steady and not group.num_starting and self._standby_backoff.is_over
+        group.standbys.keep(self.standby_workers, usable, may_start=may_start)
+        self._standby_backoff.add(group.standbys.advance())
 
     async def _in_start_backoff(self, state: states.TrainControllerState) -> bool:
         """Whether the next group must wait because the previous one failed to start. Records that failure once."""
@@ -182,21 +208,15 @@ class ElasticController(TrainController):
             return False
         if state is not self._failed_start:
             self._failed_start = state
-            self._back_off(1)
+            self._backoff.add(1)
             with suppress(RayError):  # the rendezvous may be restarting; the event is only informative
                 await self.rendezvous.report.remote(StartFailed(at=time.time(), error=reason), None)
-        return time.monotonic() < self._backoff_until
+        return not self._backoff.is_over
 
     def _reset_backoff_if_new(self, trained: set[str]) -> None:
         if trained - self._trained:
-            self._num_failed_starts = 0
+            self._backoff.reset()
         self._trained = trained
-
-    def _back_off(self, num_failed: int) -> None:
-        if num_failed:
-            self._num_failed_starts += num_failed
-            pause_s = min(2.0 ** min(self._num_failed_starts, 10), MAX_START_BACKOFF_S)
-            self._backoff_until = time.monotonic() + pause_s
 
     def _request_resources(
         self, group: ElasticWorkerGroup | None, directives: WorkerDirectives, draining: Collection[str]
@@ -244,10 +264,10 @@ class ElasticController(TrainController):
             group.cancel_unplaced(PLACEMENT_TIMEOUT_S)
         group.limit_starting(limit - num_staying)
         num_missing = min(self._target or 0, limit) - num_staying - group.num_starting
-        if num_missing > 0 and time.monotonic() >= self._backoff_until:
+        if num_missing > 0 and self._backoff.is_over:
             group.request(num_missing)
             self._target = None
-        self._back_off(group.advance())
+        self._backoff.add(group.advance())
 
     def _transition(
         self, before: states.TrainControllerState, after: states.TrainControllerState

@@ -47,6 +47,7 @@ class ElasticTorchTrainer(DataParallelTrainer):
         run_name: str,
         rendezvous: Any,
         save_within_s: float,
+        standby_workers: int,
         on_controller: Callable[[Any], None],
         state_api: RunInStateApi,
         **kwargs: Any,
@@ -54,7 +55,11 @@ class ElasticTorchTrainer(DataParallelTrainer):
         super().__init__(*args, backend_config=_TorchWithoutProcessGroup(), **kwargs)
         self._state_api = state_api
         self._run_name = run_name
-        self._controller_arguments = {"rendezvous": rendezvous, "save_within_s": save_within_s}
+        self._controller_arguments = {
+            "rendezvous": rendezvous,
+            "save_within_s": save_within_s,
+            "standby_workers": standby_workers,
+        }
         self._on_controller = on_controller
 
     def _create_default_callbacks(self) -> list[Any]:

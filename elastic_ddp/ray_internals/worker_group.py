@@ -11,7 +11,7 @@ import logging
 import os
 import time
 import uuid
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, ClassVar
 
 import ray
@@ -19,7 +19,7 @@ from ray.exceptions import RayActorError, RayError
 from ray.train.v2._internal.constants import get_env_vars_to_propagate
 from ray.train.v2._internal.exceptions import WorkerGroupStartupFailedError
 from ray.train.v2._internal.execution.context import DistributedContext
-from ray.train.v2._internal.execution.worker_group import WorkerGroup, state, worker_group
+from ray.train.v2._internal.execution.worker_group import ActorMetadata, WorkerGroup, state, worker_group
 from ray.train.v2._internal.execution.worker_group.placement_group_handle import PlacementGroupHandle
 from ray.train.v2._internal.execution.worker_group.state import WorkerGroupContext, WorkerGroupState
 from ray.train.v2._internal.execution.worker_group.worker import RayTrainWorker, Worker
@@ -33,14 +33,12 @@ from ray.util.placement_group import (
 )
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from elastic_ddp import signals
+from elastic_ddp import signals, standby
 from elastic_ddp.ray_internals.messages import mark_messages
 from elastic_ddp.ray_internals.scaling import NODE_ID
+from elastic_ddp.ray_internals.standbys import Standbys, StartingWorker
 
 _log = logging.getLogger(__name__)
-
-START_TIMEOUT_S = 600.0
-"""How long a worker's process may take to start once it is placed. Ray may have to install its environment first."""
 
 
 class _PlacementGroups(PlacementGroupHandle):
@@ -66,21 +64,6 @@ class _PlacementGroups(PlacementGroupHandle):
         self.placement_groups = []
 
 
-@dataclasses.dataclass
-class _StartingWorker:
-    """A worker that is being started: its placement group, then its process, its context, its training function."""
-
-    placement_group: PlacementGroup
-    requested_at: float
-    placed_at: float = 0.0
-    actor: Any = None
-    worker: Worker | None = None
-    pending: Any = None
-    """Reference of the call that it waits for."""
-    launched: bool = False
-    """Whether that call starts its training function, the last stage."""
-
-
 def release_placement_groups(prefix: str) -> None:
     """Removes placement groups. Ray keeps those of a killed controller until the driver's process ends."""
     for group in placement_group_table().values():
@@ -94,13 +77,24 @@ def actor_id(worker: Worker) -> str:
 
 
 class ElasticWorker(RayTrainWorker):
-    """Ray Train's worker process, with SIGTERM as a notice to leave. Ray creates it in the main thread."""
+    """Ray Train's worker process, with SIGTERM as a notice to leave. Ray creates it in the main thread.
 
-    def __init__(self, environment: Mapping[str, str]) -> None:
+    A standby sees `gpus`, and uses none before `take_place`.
+    """
+
+    def __init__(
+        self, environment: Mapping[str, str], *, is_standby: bool = False, gpus: Sequence[int | str] = ()
+    ) -> None:
         os.environ.update(environment)
         super().__init__()
         mark_messages()
         signals.listen_for_sigterm()
+        if is_standby:
+            standby.stand_by(gpus)
+
+    def take_place(self, gpus: Sequence[int | str]) -> bool:
+        """Ends the wait of a standby; see `standby.take_place`."""
+        return standby.take_place(gpus)
 
 
 class _NoBarrier:
@@ -135,7 +129,8 @@ class ElasticWorkerGroup(WorkerGroup):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._placement_groups: dict[str, PlacementGroup] = {}  # of running workers, by actor id
-        self._starting: list[_StartingWorker] = []
+        self._starting: list[StartingWorker] = []
+        self.standbys = Standbys(self._start_standby, self._follow)
 
     # The first workers start together.
 
@@ -185,13 +180,16 @@ class ElasticWorkerGroup(WorkerGroup):
         return WorkerGroup._assign_worker_ranks(workers)
 
     def _create_actor(self, placement_group: PlacementGroup) -> Any:
+        strategy = PlacementGroupSchedulingStrategy(placement_group=placement_group, placement_group_bundle_index=0)
+        return self._start_actor(self._resources(), {"scheduling_strategy": strategy})
+
+    def _start_actor(self, resources: dict[str, float], options: Mapping[str, Any], **arguments: Any) -> Any:
         variables = (self._train_run_context.run_config.worker_runtime_env or {}).get("env_vars")
         # Only if needed: Ray starts a process that has a runtime environment with two imports of Ray instead of one.
         runtime_env: dict[str, Any] = {"runtime_env": {"env_vars": variables}} if variables else {}
-        actor = ray.remote(**runtime_env, **bundle_to_remote_args(self._resources()))(self._worker_cls)
-        strategy = PlacementGroupSchedulingStrategy(placement_group=placement_group, placement_group_bundle_index=0)
+        actor = ray.remote(**runtime_env, **bundle_to_remote_args(resources))(self._worker_cls)
         environment = {**get_env_vars_to_propagate(), **(variables or {})}
-        return actor.options(scheduling_strategy=strategy).remote(environment)
+        return actor.options(**options).remote(environment, **arguments)
 
     def _resources(self) -> Any:
         return self._worker_group_context.resources_per_worker
@@ -206,7 +204,7 @@ class ElasticWorkerGroup(WorkerGroup):
         selectors = self._worker_group_context.label_selector
         for _ in range(num_workers):
             placement_group = self._reserve(selectors[0] if selectors else None)
-            self._starting.append(_StartingWorker(placement_group, time.monotonic()))
+            self._starting.append(StartingWorker(placement_group, time.monotonic()))
 
     def limit_starting(self, num_workers: int) -> None:
         """Cancels the newest starting workers if there are more than `num_workers`."""
@@ -226,12 +224,12 @@ class ElasticWorkerGroup(WorkerGroup):
         for starting in list(self._starting):
             try:
                 if self._advance(starting):
-                    assert starting.worker is not None
+                    assert starting.worker is not None and starting.placement_group is not None
                     self._starting.remove(starting)
                     self._placement_groups[actor_id(starting.worker)] = starting.placement_group
                     started.append(starting.worker)
-                elif starting.actor is not None and time.monotonic() - starting.placed_at >= START_TIMEOUT_S:
-                    raise TimeoutError(f"its process did not start within {START_TIMEOUT_S:g} s")
+                else:
+                    starting.check_timeout()
             except (RayError, TimeoutError) as error:
                 _log.warning("a new worker failed to start: %s", error)
                 self._cancel(starting)
@@ -240,13 +238,18 @@ class ElasticWorkerGroup(WorkerGroup):
             self._set_workers([*self.get_workers(), *started])
         return num_failed
 
-    def _advance(self, starting: _StartingWorker) -> bool:
+    def _advance(self, starting: StartingWorker) -> bool:
         """Moves one starting worker forward. Returns whether it is running."""
         if starting.actor is None:
+            assert starting.placement_group is not None
             if not starting.placement_group.wait(0):
                 return False
             starting.actor, starting.placed_at = self._create_actor(starting.placement_group), time.monotonic()
             starting.pending = starting.actor.get_metadata.remote()
+        return self._use_standby(starting) or self._follow(starting)
+
+    def _follow(self, starting: StartingWorker) -> bool:
+        """Moves a worker that has a process forward. Returns whether it is running."""
         while ray.wait([starting.pending], timeout=0)[0]:
             result = ray.get(starting.pending)
             if starting.worker is None:
@@ -285,6 +288,45 @@ class ElasticWorkerGroup(WorkerGroup):
             **arguments,
         )
 
+    # Standbys hold no resources. One takes over those of a worker that fails, exits, or has just begun to start.
+
+    def _start_standby(self, neighbor: ActorMetadata) -> StartingWorker:
+        """Starts a standby on the node of a worker."""
+        options = {"label_selector": {NODE_ID: neighbor.node_id}}
+        actor = self._start_actor({}, options, is_standby=True, gpus=neighbor.gpu_ids)
+        now = time.monotonic()
+        return StartingWorker(None, now, placed_at=now, actor=actor, pending=actor.get_metadata.remote())
+
+    def _use_standby(self, starting: StartingWorker) -> bool:
+        """Gives the place of a starting worker to a standby, if there is one on its node. Returns whether it did.
+
+        Only a process with these resources knows which GPUs they are, so the worker's process must have started.
+        """
+        if starting.worker is not None or not ray.wait([starting.pending], timeout=0)[0]:
+            return False
+        if (replacement := self.standbys.take(ray.get(starting.pending))) is None:
+            return False
+        ray.kill(starting.actor)
+        starting.actor, starting.worker = replacement.actor, replacement
+        return True
+
+    def replace(self, ranks: Collection[int]) -> set[int]:
+        """Kills workers, dead or alive, and gives their places to standbys, as far as there are any on their nodes.
+
+        Returns the ranks of the workers that were replaced; the ranks of others do not change.
+        """
+        workers = self.get_workers()
+        replaced = {rank: new for rank in sorted(ranks) if (new := self._replace(workers[rank])) is not None}
+        if replaced:
+            self._set_workers([replaced.get(rank, worker) for rank, worker in enumerate(workers)])
+        return set(replaced)
+
+    def _replace(self, worker: Worker) -> Worker | None:
+        ray.kill(worker.actor)
+        if (replacement := self.standbys.take(worker.metadata)) is not None:
+            self._placement_groups[actor_id(replacement)] = self._placement_groups.pop(actor_id(worker))
+        return replacement
+
     def remove(self, ranks: Collection[int]) -> None:
         """Kills workers, dead or alive, and frees their resources at once."""
         remaining = []
@@ -296,10 +338,11 @@ class ElasticWorkerGroup(WorkerGroup):
                 remaining.append(worker)
         self._set_workers(remaining)
 
-    def _cancel(self, starting: _StartingWorker) -> None:
+    def _cancel(self, starting: StartingWorker) -> None:
         self._starting.remove(starting)
         if starting.actor is not None:
             ray.kill(starting.actor)
+        assert starting.placement_group is not None
         remove_placement_group(starting.placement_group)
 
     def _set_workers(self, workers: list[Worker]) -> None:
@@ -315,6 +358,7 @@ class ElasticWorkerGroup(WorkerGroup):
         self._latest_poll_status = None
 
     def _clear_state(self) -> None:
+        self.standbys.clear()
         for starting in list(self._starting):
             self._cancel(starting)
         for group in self._placement_groups.values():

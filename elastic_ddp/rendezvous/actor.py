@@ -21,7 +21,7 @@ import ray
 from elastic_ddp.distributed.assignment import Assignment
 from elastic_ddp.distributed.hosted_store import HostedStore
 from elastic_ddp.rendezvous.coordinator import Coordinator
-from elastic_ddp.rendezvous.hang import AT_THE_START, ActivityReport
+from elastic_ddp.rendezvous.hang import AT_THE_START, STANDBY, ActivityReport
 from elastic_ddp.rendezvous.heartbeat import HeartbeatServer
 from elastic_ddp.rendezvous.member_requests import MemberRequests, plan_profile
 from elastic_ddp.rendezvous.members import JoinRequest, Member
@@ -71,6 +71,8 @@ class Rendezvous:
             options.heartbeat_timeout_s, self._on_failure, self._coordinator.membership.has_joined
         )
         self._requests = MemberRequests(self._coordinator.membership.why_gone)
+        self._standbys: set[str] = set()
+        """Ids of workers that wait to replace another one."""
         self._waiting_for: str | None = None
         self._ticker: asyncio.Task[None] | None = None
         self._cleaned = 0
@@ -212,6 +214,7 @@ class Rendezvous:
             if coordinator.membership.why_gone(member.id) is None:
                 coordinator.event_log.update_progress(progress)
             coordinator.hangs.update(member.id, activity, time.monotonic())
+            (self._standbys.add if activity.place == STANDBY else self._standbys.discard)(member.id)
             if (signals := signals_now()) == NO_SIGNALS:
                 await self._wait(self._for_members)
                 signals = signals_now()
@@ -385,5 +388,5 @@ class Rendezvous:
             "driver": self._options.driver,
             "pid": os.getpid(),
             "waiting_for": self._waiting_for,
-            **self._coordinator.status(),
+            **self._coordinator.status(self._standbys),
         }

@@ -16,7 +16,7 @@ from elastic_ddp.rendezvous.membership import LEFT, Membership
 from elastic_ddp.rendezvous.messages import Ended, PlannedAssignment, RendezvousOptions, Signals, WorkerDirectives
 from elastic_ddp.rendezvous.sections import find_mismatch
 from elastic_ddp.rendezvous.snapshot import Snapshot, State
-from elastic_ddp.rendezvous.status import status_of
+from elastic_ddp.rendezvous.status import is_steady, status_of
 from elastic_ddp.telemetry import events
 from elastic_ddp.telemetry.event import Event, TrainingEvent
 
@@ -98,21 +98,22 @@ class Coordinator:
         return self._as_planned(self._planned.get(member))
 
     def plan_join(self, member: Member) -> PlannedAssignment | None:
-        """Returns the place that a worker would get if it joined now."""
-        return self._as_planned(self.membership.plan(time.monotonic(), joining=member).get(member.id))
+        """Returns the place that a worker would get if it joined now: the last one if another must leave for it."""
+        places = self.membership.plan(time.monotonic(), joining=member)
+        return self._as_planned(places.get(member.id) or max(places.values(), default=None))
 
     def _as_planned(self, place: tuple[int, int] | None) -> PlannedAssignment | None:
         return None if place is None else PlannedAssignment(*place, step=self.event_log.progress.get("step", 0))
 
     def mark_failed(self, member: str, how: str) -> None:
         """Records that a member has failed, and ends its generation."""
-        membership = self.membership
+        membership, starting = self.membership, self.state.attempts.starting.get(member)
         if membership.why_gone(member) is None:
             self.state.attempts.record(membership, member, how, time.monotonic())
             membership.mark_failed(member, how)
             if membership.is_current(member):
                 self._record_failure(how, member=member)
-            elif self.event_log.ended is None:
+            elif self.event_log.ended is None and (starting is None or starting.node_id not in membership.draining):
                 self.record(events.NewcomerFailed(generation=membership.generation, member=member, error=how))
         self._planned = {}
         self.form()
@@ -321,14 +322,16 @@ class Coordinator:
         membership.prune(started)
         self.state.recorded_dismissals = len(membership.dismissed)
         failed = membership.failed()
+        newcomers = [worker for worker in started if membership.is_newcomer(worker)]
         return WorkerDirectives(
             failed={worker: failed[worker] for worker in started if worker in failed},
-            newcomers=[worker for worker in started if membership.is_newcomer(worker)],
+            newcomers=newcomers,
             dismissed=[worker for worker in started if worker in membership.dismissed],
             leaving=membership.leaving,
             avoid=list(membership.draining),
             limit=membership.limit,
             is_over=self.is_over,
+            is_steady=not newcomers and is_steady(membership, self.event_log),
         )
 
     @property
@@ -341,9 +344,9 @@ class Coordinator:
         newest = self.event_log.last(events.CommitSucceeded) or self.event_log.last(events.Resumed)
         return self._options.last_commit if newest is None else newest.step
 
-    def status(self) -> dict[str, Any]:
-        """Returns the state of the run, for `elastic-ddp status`."""
-        return status_of(self.membership, self.event_log, is_over=self.is_over) | {"last_commit": self.last_commit}
+    def status(self, standbys: frozenset[str] | set[str] = frozenset()) -> dict[str, Any]:
+        """Returns the state of the run, for `elastic-ddp status`. `standbys`: ids of standbys."""
+        return status_of(self.state, self.event_log, standbys, is_over=self.is_over) | {"last_commit": self.last_commit}
 
     def report(self, event: Event, progress: dict[str, Any] | None, sender: str = "", number: int = 0) -> None:
         """Takes an event for the ledger and a progress report, and does what follows from them. See `EventLog.add`."""

@@ -19,12 +19,14 @@ Waiting = Literal["reduction", "rendezvous", "hand-over", "collective", "leaving
 """Places where the training thread of a worker waits for its peers."""
 MaybeWaiting = Literal["forward", "backward", "optimizer", "evaluation", "between steps"]
 """Places where it may wait for peers: FSDP gathers parameters there, or user code runs a collective."""
-Place = Literal["start", "warm-up", "data", "commit", Waiting, MaybeWaiting]
+Place = Literal["start", "warm-up", "standby", "data", "commit", Waiting, MaybeWaiting]
 """What the training thread of a worker is doing."""
 WAITING: tuple[Place, ...] = get_args(Waiting)
 MAY_BE_WAITING: tuple[Place, ...] = get_args(MaybeWaiting)
 STORING: Place = "commit"
 """The place where it waits for the storage."""
+STANDBY: Place = "standby"
+"""The place where it waits to replace another worker."""
 
 
 class ActivityReport(NamedTuple):

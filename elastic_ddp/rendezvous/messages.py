@@ -85,6 +85,8 @@ class WorkerDirectives(NamedTuple):
     """Maximum number of workers."""
     is_over: bool
     """Whether the run has ended or is stopping, so that workers return."""
+    is_steady: bool = False
+    """Whether all workers train and have completed a step."""
 
 
 @dataclass(frozen=True, kw_only=True)

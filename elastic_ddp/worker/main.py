@@ -12,7 +12,7 @@ from typing import Any
 import ray
 import torch
 
-from elastic_ddp import signals
+from elastic_ddp import signals, standby
 from elastic_ddp.config.capacity import check_cpus
 from elastic_ddp.config.run_config import RunConfig
 from elastic_ddp.data.access import check_access, files_to_check
@@ -28,6 +28,7 @@ from elastic_ddp.errors import (
 )
 from elastic_ddp.rendezvous.actor import RendezvousHandle
 from elastic_ddp.rendezvous.client import RendezvousClient, RunStopped
+from elastic_ddp.rendezvous.hang import STANDBY
 from elastic_ddp.seeding import seed_all
 from elastic_ddp.telemetry.event import RUN_FAILED
 from elastic_ddp.user_code import environment
@@ -75,7 +76,8 @@ def work(job: Job, rendezvous: RendezvousHandle, context: WorkerContext) -> None
         _set_up_process(job.config, context)
         client = RendezvousClient(rendezvous, context.member, job.config.heartbeat_timeout_s)
         client.report_crashes()
-        signals.on_sigterm(lambda: client.leave("SIGTERM", job.config.drain_deadline_s))
+        standby.show_wait(lambda: client.activity.within(STANDBY))
+        signals.on_sigterm(lambda: _leave(client, job.config.drain_deadline_s))
         loop = Loop(job, client, context.device)
         failure = _close(loop, *_train(loop, context))
         client.close()
@@ -83,6 +85,13 @@ def work(job: Job, rendezvous: RendezvousHandle, context: WorkerContext) -> None
             raise WorkersFailedError(failure)
     finally:
         signals.exit_on_sigterm()
+
+
+def _leave(client: RendezvousClient, within_s: float) -> None:
+    """Leaves the run after SIGTERM. A standby exits."""
+    if not standby.has_place():
+        os._exit(signals.TERMINATED)
+    client.leave("SIGTERM", within_s)
 
 
 def _train(loop: Loop, context: WorkerContext) -> tuple[Outcome | None, str | None]:

@@ -10,6 +10,7 @@ import time
 from dataclasses import replace
 from typing import TYPE_CHECKING, TypeVar
 
+from elastic_ddp import standby
 from elastic_ddp.distributed.assignment import Assignment
 from elastic_ddp.distributed.process_group import is_peer_failure
 from elastic_ddp.distributed.store import StoreConnection
@@ -147,6 +148,7 @@ class WorkerMembership:
             # Closing a generation collects garbage, which takes 0.2 s unless imported modules are frozen.
             gc.collect()
             gc.freeze()
+            self._stand_by()
         while self._num_broken < MAX_FORM_ATTEMPTS:
             if self._state.is_torn:
                 step = self._state.position.step
@@ -180,6 +182,17 @@ class WorkerMembership:
             f"a generation of the same workers failed to form {MAX_FORM_ATTEMPTS} times in a row, though none of them "
             f"died. The last failure: {self._failure}. Check the network between the nodes."
         )
+
+    def _stand_by(self) -> None:
+        """Waits while this worker is a standby. Then reads the first rows of its place, while the others train."""
+        if standby.has_place():
+            return
+        if self._job.config.data.num_cpus_per_task:
+            self._feeds.shut_down()  # its tasks would hold CPUs that a worker may need
+        standby.wait_for_place()
+        if (planned := self._client.plan_join()) is not None:
+            self._read_ahead(planned)
+            self._feeds.wait()
 
     def _request_assignment(self, task: str | None) -> Assignment:
         self.activity.enter("rendezvous")

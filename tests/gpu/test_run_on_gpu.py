@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -11,9 +15,11 @@ import pytest
 import ray
 
 import elastic_ddp as ed
+from elastic_ddp.errors import ConfigError
 from elastic_ddp.storage.storage import Storage
 from elastic_ddp.telemetry import read_ledger
 from elastic_ddp.telemetry.events import PhasesMeasured
+from tests.chaos.runs import until
 from tests.integration import jobs
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
@@ -106,3 +112,33 @@ def test_fsdp_shards_on_a_gpu_are_restored_by_fewer_workers(folder: Path, tmp_pa
     assert killed["workers_lost"] == 1
     assert killed["samples_sha256"] == calm["samples_sha256"]
     assert killed["loss"]["last"] == pytest.approx(calm["loss"]["last"], rel=0.05)
+
+
+def uses_cuda(pid: int) -> bool:
+    """Whether a process has loaded the CUDA driver, which opens a device that NVML does not use."""
+    links = list[str]()
+    for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+        with suppress(OSError):
+            links.append(os.readlink(descriptor))
+    return "/dev/nvidia-uvm" in links
+
+
+def test_a_standby_uses_no_gpu_before_it_takes_the_place_of_a_killed_worker(folder: Path, calm: Calm) -> None:
+    def pids(of: str) -> list[int]:
+        try:
+            return [worker["pid"] for worker in ed.get_run("gpu-standby").status()[of]]
+        except ConfigError:  # it is starting
+            return []
+
+    marker = folder / "gpu-standby.end"
+    train = jobs.make_train(jobs.hold(str(marker), step=20))
+    with ThreadPoolExecutor(1) as thread:
+        result: Any = thread.submit(fit, folder, "gpu-standby", ALONE, train, standby_workers=1)
+        until(lambda: len(pids("standbys")) == 1, result)
+        [worker], [standby] = pids("members"), pids("standbys")
+        assert uses_cuda(worker) and not uses_cuda(standby)
+        os.kill(worker, signal.SIGKILL)
+        until(lambda: pids("members") == [standby], result)
+        marker.touch()
+        summary = result.result()
+    assert jobs.same_bits(summary, calm("fp32", 1.0)) and summary["restarts"] == 1

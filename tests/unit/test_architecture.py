@@ -36,6 +36,7 @@ ORDER = [
     "storage",
     "tensors",
     "config",
+    "standby",
     "torch_internals",
     "notices",
     "signals",

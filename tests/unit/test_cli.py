@@ -232,6 +232,7 @@ LONG_STATUS: dict[str, Any] = {
         "reason": "communication that the backward does not hide takes 55 % of the time.",
         "advice": "Try fewer workers (`elastic-ddp resize`).",
     },
+    "standbys": [{"pid": 1}] * 1024,
     "members": [
         {"rank": 1023, "pid": 4_194_304, "node": "2001:0db8:85a3:0000:0000:8a2e:0370:7334", "node_id": "f" * 56}
     ],
@@ -247,7 +248,12 @@ def test_status_fits_80_columns_with_long_values(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(gcs_address="10.0.0.9:6379"))
     text = invoke(*arguments).output
     assert all(len(line) <= 80 for line in text.splitlines()) and "…" not in text
-    for fact in ("12,345,678 of 100,000,000", "0.001235", "1,024 workers, generation 1,234", "commit 12,345,600"):
+    for fact in (
+        "12,345,678 of 100,000,000",
+        "0.001235",
+        "1,024 workers, generation 1,234, 1,024 standbys",
+        "commit 12,345,600",
+    ):
         assert fact in text
     if arguments == ["status", "lm"]:
         assert "1023  4194304" in text and "SIGKILL" in text
@@ -256,7 +262,12 @@ def test_status_fits_80_columns_with_long_values(monkeypatch: pytest.MonkeyPatch
         assert "eeee" in text, "a drained node is shown after its workers have left"
 
 
-STARTING = {"state": "starting", "members": [], "waiting_for": "waiting for resources: in use by run 'gpt' (CPU=4)."}
+STARTING = {
+    "state": "starting",
+    "members": [],
+    "standbys": [],
+    "waiting_for": "waiting for resources: in use by run 'gpt' (CPU=4).",
+}
 
 
 def test_status_of_a_run_that_is_starting_has_no_numbers_yet(monkeypatch: pytest.MonkeyPatch) -> None:

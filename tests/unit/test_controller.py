@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -26,13 +26,14 @@ from elastic_ddp.ray_internals import controller as controller_module
 from elastic_ddp.ray_internals import worker_group
 from elastic_ddp.ray_internals.controller import (
     DISMISSED_EXIT_S,
-    MAX_START_BACKOFF_S,
     PLACEMENT_TIMEOUT_S,
     CountingFailurePolicy,
     ElasticController,
     counts_as_failure,
 )
 from elastic_ddp.ray_internals.scaling import LimitedScalingPolicy
+from elastic_ddp.ray_internals.standbys import Standbys, StartingWorker
+from elastic_ddp.ray_internals.start_backoff import MAX_START_BACKOFF_S, StartBackoff
 from elastic_ddp.ray_internals.worker_group import ElasticWorkerGroup
 from elastic_ddp.rendezvous.messages import WorkerDirectives
 from elastic_ddp.telemetry.events import StartFailed
@@ -60,6 +61,21 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
+class FakeStandbys:
+    def __init__(self) -> None:
+        self.waiting = 0
+        self.fail = 0
+        self.kept: list[tuple[list[str], bool]] = []
+        """The nodes of each call of `keep`, and whether standbys could start."""
+
+    def keep(self, num_per_node: int, nodes: Mapping[str, Any], *, may_start: bool) -> None:
+        self.kept.append((sorted(nodes), may_start))
+
+    def advance(self) -> int:
+        failed, self.fail = self.fail, 0
+        return failed
+
+
 class FakeGroup:
     """A worker group without processes: workers by name, and the number of starting ones."""
 
@@ -68,6 +84,7 @@ class FakeGroup:
         self.num_starting = 0
         self.fail = 0
         self.cancelled: list[float] = []
+        self.standbys = FakeStandbys()
 
     def get_workers(self) -> list[Any]:
         return self.workers
@@ -77,6 +94,16 @@ class FakeGroup:
 
     def remove(self, ranks: Collection[int]) -> None:
         self.workers = [each for rank, each in enumerate(self.workers) if rank not in ranks]
+
+    def replace(self, ranks: Collection[int]) -> set[int]:
+        """Standbys have the names of the workers whose places they take, in capitals."""
+        replaced = set()
+        for rank in ranks:
+            if self.standbys.waiting:
+                self.standbys.waiting -= 1
+                self.workers[rank] = a_worker(self.workers[rank].actor._actor_id.hex().upper())
+                replaced.add(rank)
+        return replaced
 
     def request(self, num_workers: int) -> None:
         self.num_starting += num_workers
@@ -105,8 +132,8 @@ def a_worker(name: str, node_id: str = "healthy") -> Any:
 def controller(clock: Clock) -> Any:
     """The controller of a run with exactly three workers, whose failure policy always retries."""
     controller: Any = object.__new__(ElasticController)
-    controller._num_failed_starts, controller._trained, controller._backoff_until = 0, set(), 0.0
-    controller._failed_start, controller.save_within_s = None, 0.0
+    controller._backoff, controller._standby_backoff, controller._trained = StartBackoff(), StartBackoff(), set()
+    controller._failed_start, controller.save_within_s, controller.standby_workers = None, 0.0, 0
     controller._target, controller._query_capacity_now, controller._limit, controller._dismissed_at = None, False, 0, {}
     controller._scaling_policy = SimpleNamespace(scaling_config=ScalingConfig(num_workers=3))
     controller._failure_policy = mock.Mock(make_decision=mock.Mock(return_value=FailureDecision.RETRY))
@@ -264,27 +291,141 @@ def test_capacity_is_queried_at_once_after_a_failure_or_a_raised_limit(
     assert decide.call_args.kwargs["worker_group_state"] == immediately
 
 
+# Standbys.
+
+
+@pytest.fixture
+def with_standbys(controller: Any) -> Any:
+    controller.standby_workers = 1
+    return controller
+
+
+def test_a_standby_takes_the_place_of_a_failed_worker(with_standbys: Any) -> None:
+    group = FakeGroup("abc")
+    group.standbys.waiting = 1
+    poll(with_standbys, group, NONE, failed="bc")
+    assert str(group) == "aB" and group.num_starting == 1, "the other one is replaced by a new worker"
+    with_standbys._failure_policy.make_decision.assert_called_once()
+
+
+def test_the_group_does_not_restart_if_a_standby_replaces_its_last_worker(with_standbys: Any) -> None:
+    group = FakeGroup("ab")
+    group.standbys.waiting = 1
+    assert isinstance(poll(with_standbys, group, NONE, failed="ab"), RunningState)
+    assert str(group) == "A"
+
+
+def test_a_standby_takes_the_place_of_a_worker_that_was_asked_to_leave(with_standbys: Any) -> None:
+    group = FakeGroup("abc")
+    group.standbys.waiting = 2
+    poll(with_standbys, group, NONE._replace(leaving=["b"]))
+    assert str(group) == "abc" and group.num_starting == 1
+    kept = len(group.standbys.kept)
+    poll(with_standbys, group, NONE._replace(dismissed=["b"], is_steady=True), done="b")
+    assert str(group) == "aBc" and group.num_starting == 0
+    assert len(group.standbys.kept) == kept, "the next standby does not start before this one has joined"
+    poll(with_standbys, group, NONE._replace(dismissed=["c"], limit=2), done="c")
+    assert str(group) == "aB", "after a resize its place is not free"
+
+
+@pytest.mark.parametrize("change", [{"avoid": ["healthy"]}, {"is_over": True}, {"limit": 2}])
+def test_no_standby_is_used_on_a_drained_node_at_the_end_or_above_the_limit(
+    with_standbys: Any, change: dict[str, Any]
+) -> None:
+    group = FakeGroup("abc")
+    group.standbys.waiting = 1
+    poll(with_standbys, group, NONE._replace(**change), failed="c")
+    assert str(group) == "ab"
+
+
+def test_one_failure_too_many_ends_the_run_although_a_standby_waits(with_standbys: Any) -> None:
+    with_standbys._failure_policy.make_decision.return_value = FailureDecision.RAISE
+    group = FakeGroup("abc")
+    group.standbys.waiting = 1
+    assert poll(with_standbys, group, NONE, failed="b") is mock.sentinel.failure
+    assert str(group) == "abc"
+
+
+def test_standbys_start_on_undrained_nodes_while_all_workers_train(with_standbys: Any) -> None:
+    steady, group = NONE._replace(is_steady=True), FakeGroup("ab")
+    group.workers.append(a_worker("c", "drained"))
+    poll(with_standbys, group, steady)
+    poll(with_standbys, group, steady._replace(avoid=["drained"]))
+    poll(with_standbys, group, NONE)
+    group.workers.pop()
+    poll(with_standbys, group, steady)
+    assert group.num_starting == 1
+    expected = [(["drained", "healthy"], True), (["healthy"], True), (["drained", "healthy"], False)]
+    assert group.standbys.kept == [*expected, (["healthy"], False)], "not while a worker starts"
+
+
+def test_a_failed_standby_delays_the_next_one_and_no_worker(with_standbys: Any, clock: Clock) -> None:
+    steady, group = NONE._replace(is_steady=True), FakeGroup("abc")
+    group.standbys.fail = 1
+    for clock.now in (0.0, FIRST_BACKOFF_S - 0.1, FIRST_BACKOFF_S):
+        poll(with_standbys, group, steady)
+    assert [may_start for _, may_start in group.standbys.kept] == [True, False, True]
+    assert with_standbys._backoff.is_over
+    with_standbys._failure_policy.make_decision.assert_not_called()
+
+
 def test_the_backoff_doubles_with_each_failed_start_up_to_its_maximum(controller: Any) -> None:
     pauses = []
     for _ in range(2000):
-        controller._back_off(1)
-        pauses.append(controller._backoff_until)
+        controller._backoff.add(1)
+        pauses.append(controller._backoff.until)
     assert pauses[:5] == [2.0, 4.0, 8.0, 16.0, 32.0]
     assert set(pauses[5:]) == {MAX_START_BACKOFF_S}
 
 
 def test_a_worker_that_trains_for_the_first_time_resets_the_backoff(controller: Any) -> None:
     controller._reset_backoff_if_new({"a"})
-    controller._back_off(4)
+    controller._backoff.add(4)
     controller._reset_backoff_if_new({"a"})
-    controller._back_off(1)
-    assert controller._backoff_until == 32.0
+    controller._backoff.add(1)
+    assert controller._backoff.until == 32.0
     controller._reset_backoff_if_new({"a", "b"})
-    controller._back_off(1)
-    assert controller._backoff_until == FIRST_BACKOFF_S
+    controller._backoff.add(1)
+    assert controller._backoff.until == FIRST_BACKOFF_S
     controller._reset_backoff_if_new({"b"})
-    controller._back_off(1)
-    assert controller._backoff_until == 4.0, "a worker that is gone does not reset it"
+    controller._backoff.add(1)
+    assert controller._backoff.until == 4.0, "a worker that is gone does not reset it"
+
+
+def test_a_standby_takes_over_the_placement_group_of_the_worker_that_it_replaces(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    killed: list[Any] = []
+    monkeypatch.setattr(worker_group.ray, "kill", killed.append)
+    group: Any = object.__new__(ElasticWorkerGroup)
+    workers = {name: a_worker(name) for name in "abS"}
+    group.get_workers = lambda: [workers["a"], workers["b"]]
+    group._placement_groups = {"a": mock.sentinel.of_a, "b": mock.sentinel.of_b}
+    group.standbys = mock.Mock(take=mock.Mock(side_effect=[None, workers["S"]]))
+    group._set_workers = mock.Mock()
+    assert group.replace([0, 1]) == {1}
+    group._set_workers.assert_called_once_with([workers["a"], workers["S"]])
+    assert group._placement_groups == {"a": mock.sentinel.of_a, "S": mock.sentinel.of_b}
+    assert killed == [workers["a"].actor, workers["b"].actor], "before their GPUs are used again"
+
+
+def test_a_standby_takes_the_place_of_a_worker_that_has_just_begun_to_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    killed: list[Any] = []
+    monkeypatch.setattr(worker_group.ray, "kill", killed.append)
+    monkeypatch.setattr(worker_group.ray, "wait", lambda refs, timeout: (refs, []))
+    monkeypatch.setattr(worker_group.ray, "get", lambda ref: ref)
+    group: Any = object.__new__(ElasticWorkerGroup)
+    standby = a_worker("S")
+    group.standbys = mock.Mock(take=mock.Mock(return_value=standby))
+    starting = StartingWorker(
+        mock.Mock(), 0.0, placed_at=1.0, actor=mock.sentinel.actor, pending=mock.sentinel.metadata
+    )
+    group._starting, group._placement_groups, started = [starting], {}, list[Any]()
+    group.get_workers, group._set_workers = list, started.extend
+    assert group.advance() == 0
+    group.standbys.take.assert_called_once_with(mock.sentinel.metadata)
+    assert started == [standby] and killed == [mock.sentinel.actor]
+    assert group._placement_groups == {"S": starting.placement_group} and group.num_starting == 0
 
 
 @pytest.mark.parametrize("dies", ["when its actor starts", "when it gets its context", "when its function starts"])
@@ -294,6 +435,7 @@ def test_a_worker_that_dies_during_the_start_of_its_group_does_not_end_the_run(
     """No worker and no placement group is left behind."""
     group: Any = object.__new__(ElasticWorkerGroup)
     group._worker_group_state, group._starting, group._world_rank_to_ongoing_poll = None, [], {}
+    group.standbys = Standbys(mock.Mock(), mock.Mock())
     placement_group, state = mock.Mock(), mock.Mock()
     group._placement_groups = {"one": placement_group}
     removed: list[Any] = []

@@ -366,7 +366,7 @@ def test_a_driver_knows_the_job_that_it_is(monkeypatch: pytest.MonkeyPatch) -> N
 def test_status_shows_the_job_of_a_submitted_run(monkeypatch: pytest.MonkeyPatch) -> None:
     names = ("step", "total_steps", "last_commit", "loss", "steps_per_s", "world_size", "generation")
     unknown = dict.fromkeys((*names, "phases", "bottleneck", "waiting_for"))
-    facts = {"name": "gpt", "state": "starting", "driver": {"job": "train-1"}, **unknown}
+    facts = {"name": "gpt", "state": "starting", "standbys": [], "driver": {"job": "train-1"}, **unknown}
     monkeypatch.setattr("elastic_ddp.driver.run_handle.live_runs", lambda: ["gpt"])
     monkeypatch.setattr("elastic_ddp.driver.run_handle.get_run", lambda _: SimpleNamespace(status=lambda: facts))
     monkeypatch.setattr("ray.get_runtime_context", lambda: SimpleNamespace(gcs_address="10.0.0.9:6379"))

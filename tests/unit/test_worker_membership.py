@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from elastic_ddp import standby
 from elastic_ddp.distributed.process_group import ProcessGroup
 from elastic_ddp.errors import WorkersFailedError
 from elastic_ddp.rendezvous.messages import PlannedAssignment
@@ -91,6 +92,30 @@ def test_a_worker_that_was_presumed_dead_commits_nothing_and_rejoins(new_run: Ne
     assert client.steps_of("commit") == [6, 7], "the others committed step 3"
     assert steps == list(range(7)), "no step is repeated"
     assert len(client.joins) == 2 and "presumed dead" in str(client.failures[1])
+
+
+# A standby.
+
+
+def test_a_standby_warms_up_waits_for_a_place_and_reads_its_first_rows_before_it_joins(
+    new_run: NewRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, happened = new_run(), list[Any]()
+    client = client_of(run)
+    client.planned_join = PlannedAssignment(1, 2, 0)
+
+    def wait_for_place() -> None:
+        happened.append(len(client.joins))
+        client.planned_join = PlannedAssignment(0, 1, 0)
+
+    monkeypatch.setattr(standby, "has_place", lambda: False)
+    monkeypatch.setattr(standby, "wait_for_place", wait_for_place)
+    monkeypatch.setattr(
+        FakeFeed, "wait", lambda feed: happened.append((feed.micro_batches, feed.next_step, len(client.joins)))
+    )
+    warmed_up = train(run)
+    assert happened == [((2, 3), 0, 0), 0, ((0, 1, 2, 3), 0, 0)]
+    assert warmed_up == train(new_run(folder="undisturbed"))
 
 
 # Membership changes between steps.

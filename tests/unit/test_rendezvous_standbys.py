@@ -1,0 +1,85 @@
+"""Standbys as the rendezvous sees them: they are no members, and their failure costs nothing."""
+
+from __future__ import annotations
+
+import pytest
+
+from elastic_ddp.rendezvous.actor import Rendezvous
+from elastic_ddp.rendezvous.hang import ActivityReport
+from elastic_ddp.rendezvous.messages import PlannedAssignment, RendezvousOptions
+from elastic_ddp.telemetry.events import FirstStep
+from tests.unit.rendezvous_harness import Play, events_of, joined, member, report, started
+
+OPTIONS = RendezvousOptions(min_workers=1, max_workers=2, heartbeat_timeout_s=30.0)
+STANDBY = member("s", 1, size=1)
+
+
+async def stand_by(rendezvous: Rendezvous) -> None:
+    await rendezvous.heartbeat_address(STANDBY)
+    await rendezvous.poll_signals(STANDBY, 0, None, ActivityReport(3, "standby"))
+
+
+async def first_step(rendezvous: Rendezvous, generation: int) -> None:
+    await report(rendezvous, [FirstStep(generation=generation, seconds=0.1, at=0.0)], {"step": 7}, "a0", generation)
+
+
+def test_a_standby_is_shown_and_is_no_member(play: Play) -> None:
+    async def scenario(rendezvous: Rendezvous) -> None:
+        await started(rendezvous)
+        await stand_by(rendezvous)
+        status = await rendezvous.status()
+        assert [standby["id"] for standby in status["standbys"]] == ["s1"]
+        assert len(status["members"]) == 2 == (await rendezvous.wait_for_update(0)).num_alive
+
+    play(scenario, OPTIONS)
+
+
+def test_a_standby_prepares_for_the_last_place_until_it_gets_one(play: Play) -> None:
+    async def scenario(rendezvous: Rendezvous) -> None:
+        await started(rendezvous)
+        await first_step(rendezvous, 1)
+        assert await rendezvous.plan_join(STANDBY) == PlannedAssignment(rank=1, world_size=2, step=7)
+        await rendezvous._on_failure("a1", "killed")
+        await joined(rendezvous, member("a", 0), after=1, step=7)
+        await stand_by(rendezvous)
+        assert await rendezvous.plan_join(STANDBY) == PlannedAssignment(rank=1, world_size=2, step=7)
+
+    play(scenario, OPTIONS)
+
+
+def test_standbys_start_when_all_workers_have_completed_a_step_of_their_generation(play: Play) -> None:
+    async def is_steady(rendezvous: Rendezvous, *workers: str) -> bool:
+        directives = await rendezvous.supervise([*workers], 0, {})
+        assert directives is not None
+        return directives.is_steady
+
+    async def scenario(rendezvous: Rendezvous) -> None:
+        assert not await is_steady(rendezvous, "a0", "a1"), "they import"
+        await started(rendezvous)
+        assert not await is_steady(rendezvous, "a0", "a1")
+        await first_step(rendezvous, 1)
+        assert await is_steady(rendezvous, "a0", "a1")
+        await rendezvous._on_failure("a1", "killed")
+        assert not await is_steady(rendezvous, "a0")
+        await joined(rendezvous, member("a", 0), after=1, step=7)
+        await first_step(rendezvous, 2)
+        assert await is_steady(rendezvous, "a0")
+        assert not await is_steady(rendezvous, "a0", "s1"), "a standby that has a place has not joined yet"
+
+    play(scenario, OPTIONS)
+
+
+@pytest.mark.parametrize("is_drained", [False, True])
+def test_the_failure_of_a_standby_is_recorded_unless_its_node_drains(play: Play, is_drained: bool) -> None:
+    async def scenario(rendezvous: Rendezvous) -> None:
+        await started(rendezvous)
+        await stand_by(rendezvous)
+        if is_drained:
+            await rendezvous.supervise(["a0", "a1"], 0, {"id1": 30.0})
+        await rendezvous._on_failure("s1", "killed")
+        recorded = [event.member for event in await events_of(rendezvous, "newcomer_lost")]
+        assert recorded == ([] if is_drained else ["s1"])
+        status = await rendezvous.status()
+        assert status["standbys"] == [] and len(status["members"]) == 2
+
+    play(scenario, OPTIONS)

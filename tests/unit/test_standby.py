@@ -1,0 +1,65 @@
+"""A process that stands by: it waits for a place, and uses no GPU before it has one."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from elastic_ddp import standby
+
+
+@pytest.fixture(autouse=True)
+def process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Restores what a standby changes in its process."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setenv("PYTORCH_NVML_BASED_CUDA_CHECK", "0")
+    yield
+    standby._has_place.set()
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """What initializes CUDA; it records the GPUs that this process sees then."""
+    initialize = mock.Mock(side_effect=lambda: os.environ["CUDA_VISIBLE_DEVICES"])
+    monkeypatch.setattr(torch._C, "_cuda_init", initialize, raising=False)
+    monkeypatch.setattr("elastic_ddp.torch_internals.has_used_cuda", lambda: False)
+    return initialize
+
+
+def test_only_a_standby_waits_for_a_place() -> None:
+    standby.wait_for_place()
+    standby.stand_by()
+    assert not standby.has_place()
+    waiting = threading.Thread(target=standby.wait_for_place, daemon=True)
+    waiting.start()
+    assert standby.take_place([])
+    waiting.join(10)
+    assert not waiting.is_alive() and standby.has_place()
+
+
+def test_the_first_use_of_cuda_waits_for_the_gpu_of_the_failed_worker(cuda: Any) -> None:
+    standby.stand_by(["0"])
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "0", "torch counts the GPUs that a worker would have"
+    assert os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] == "1", "and does not load the driver for it"
+    use = threading.Thread(target=torch._C._cuda_init, daemon=True)
+    use.start()
+    use.join(0.05)
+    assert use.is_alive() and not cuda.called
+    assert standby.take_place(["3"])
+    use.join(10)
+    assert cuda.call_count == 1 and os.environ["CUDA_VISIBLE_DEVICES"] == "3"
+
+
+def test_a_standby_that_has_loaded_the_driver_takes_no_place_on_another_gpu(
+    cuda: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("elastic_ddp.torch_internals.has_used_cuda", lambda: True)
+    standby.stand_by(["0"])
+    assert not standby.take_place(["3"]) and not standby.has_place()
+    assert standby.take_place(["0"])
