@@ -258,6 +258,8 @@ class WorkerMembership:
         """Starts to read the rows of a planned place. Returns whether the first of them are read."""
         if planned.step >= self._job.total_steps:
             return True
+        if self._inputs.device.type == "cuda" and not standby.has_place():
+            return False  # its rows would be on the GPU of another worker
         micro_batches = micro_batches_of(
             planned.rank, num_micro_batches=self._job.config.num_micro_batches, world_size=planned.world_size
         )

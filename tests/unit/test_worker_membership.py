@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -116,6 +117,18 @@ def test_a_standby_warms_up_waits_for_a_place_and_reads_its_first_rows_before_it
     warmed_up = train(run)
     assert happened == [((2, 3), 0, 0), 0, ((0, 1, 2, 3), 0, 0)]
     assert warmed_up == train(new_run(folder="undisturbed"))
+
+
+def test_a_standby_reads_nothing_onto_a_gpu(new_run: NewRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = new_run()
+    client, membership = client_of(run), run._loop.membership
+    client.planned_join = PlannedAssignment(1, 2, 0)
+    prepared(run)
+    membership._inputs = replace(membership._inputs, device=torch.device("cuda:0"))
+    monkeypatch.setattr(standby, "has_place", lambda: False)
+    assert membership.warm_up() is None, "there are no rows for a step"
+    monkeypatch.setattr(standby, "has_place", lambda: True)
+    assert membership.warm_up() is not None
 
 
 # Membership changes between steps.
