@@ -6,8 +6,6 @@ Names are imported on first use, so that processes that only read data do not im
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from elastic_ddp.errors import ConfigError
-
 if TYPE_CHECKING:
     from elastic_ddp.config.run_config import CheckpointConfig, DataConfig, DDPConfig, FSDPConfig, RunConfig
     from elastic_ddp.driver.run_handle import RunHandle, get_run
@@ -55,12 +53,7 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    try:
-        return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
-    except RuntimeError as error:  # of ray.train, where a container's user is not in /etc/passwd
-        if "home directory" not in str(error):
-            raise
-        raise ConfigError("This user has no home folder, and Ray needs one. Set HOME to a folder.") from error
+    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
 
 
 def __dir__() -> list[str]:

@@ -6,11 +6,15 @@ import heapq
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple, TypeGuard
+from typing import TYPE_CHECKING, NamedTuple, TypeGuard
 
 import torch
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
-from torch.distributed.tensor import DTensor, Shard
+
+from elastic_ddp.tensors.dtensor import is_dtensor
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+    from torch.distributed.tensor import DTensor
 
 BLOCK_BYTES = 16 << 20
 """The largest size of a block of several elements."""
@@ -72,19 +76,21 @@ def local_blocks(tensors: Mapping[str, torch.Tensor], blocks: Iterable[Block]) -
     views = []
     for block in blocks:
         tensor = tensors[block.tensor]
-        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        local = tensor.to_local() if is_dtensor(tensor) else tensor
         views.append(local if block.local_offsets is None else narrowed(local, block.local_offsets, block.sizes))
     return views
 
 
 def is_sharded(tensor: torch.Tensor) -> TypeGuard[DTensor]:
     """Returns whether ranks hold different parts of a tensor. A DTensor may also be replicated on all of them."""
-    return isinstance(tensor, DTensor) and not all(placement.is_replicate() for placement in tensor.placements)
+    return is_dtensor(tensor) and not all(placement.is_replicate() for placement in tensor.placements)
 
 
 def local_box(tensor: torch.Tensor) -> ChunkStorageMetadata:
     """Returns offsets and sizes of this rank's part of a tensor."""
-    if not isinstance(tensor, DTensor):
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+
+    if not is_dtensor(tensor):
         return ChunkStorageMetadata(torch.Size([0] * tensor.dim()), tensor.shape)
     [box] = tensor.__create_chunk_list__()  # the protocol of torch.distributed.checkpoint
     return box
@@ -95,7 +101,7 @@ def local_boxes(tensors: Mapping[str, torch.Tensor]) -> dict[str, ChunkStorageMe
     known: dict[object, ChunkStorageMetadata] = {}
     boxes = {}
     for name, tensor in tensors.items():
-        layout = (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else None
+        layout = (tensor.device_mesh, tensor.placements) if is_dtensor(tensor) else None
         kind = tensor.shape, layout
         if kind not in known:
             known[kind] = local_box(tensor)
@@ -108,6 +114,8 @@ def shard_shapes(tensor: DTensor) -> list[torch.Size]:
 
     Of a tensor that is not sharded in one dimension of one mesh dimension, it returns only that of this rank.
     """
+    from torch.distributed.tensor import Shard
+
     match tensor.placements:
         case (Shard(dim=dim),):
             rows = -(-tensor.shape[dim] // tensor.device_mesh.size()) or 1  # as torch.chunk does it
@@ -119,8 +127,10 @@ def shard_shapes(tensor: DTensor) -> list[torch.Size]:
 
 def laid_out(local: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """Returns a tensor with the placements of `like`, of which `local` is this rank's part."""
-    if not isinstance(like, DTensor):
+    if not is_dtensor(like):
         return local
+    from torch.distributed.tensor import DTensor
+
     return DTensor.from_local(
         local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
     )

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import torch
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorProperties, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import ReadItem
-from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from elastic_ddp.checkpoint.manifest import ALIGNMENT, StoredBlock, StoredTensor, padded
 from elastic_ddp.checkpoint.pieces import Piece
 from elastic_ddp.checkpoint.planning import narrowed
 from elastic_ddp.tensors import host_memory
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+    from torch.distributed.checkpoint.planner import ReadItem
 
 # Otherwise the padding of a block would overwrite the next tensor in memory.
 assert host_memory.ALIGNMENT == ALIGNMENT
@@ -102,6 +104,9 @@ class Targets:
 
 def _plan_copies(stored: StoredTensor, part: ChunkStorageMetadata) -> dict[tuple[int, ...], list[ReadItem]]:
     """Returns what to copy from each block of a tensor into a part of it, by the block's offsets."""
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorProperties, TensorStorageMetadata
+    from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+
     chunks = [
         ChunkStorageMetadata(torch.Size(block.offsets), torch.Size(block.sizes))
         for block in stored.blocks

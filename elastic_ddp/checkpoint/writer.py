@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 from zlib_ng import zlib_ng
 
 from elastic_ddp import torch_internals
@@ -26,6 +25,7 @@ from elastic_ddp.checkpoint.replica_check import Sampler
 from elastic_ddp.checkpoint.staging import BlockWriter
 from elastic_ddp.errors import CheckpointError
 from elastic_ddp.storage.storage import Storage
+from elastic_ddp.tensors.dtensor import is_dtensor
 from elastic_ddp.tensors.state_tree import dtype_name, flatten
 
 MAX_BLOCKS = 400_000
@@ -186,5 +186,5 @@ def _kinds_of(tensors: Mapping[str, torch.Tensor]) -> tuple[list[Any], list[Any]
         [*tensors],
         [tensor.dtype for tensor in tensors.values()],
         [tensor.shape for tensor in tensors.values()],
-        [tensor.placements for tensor in tensors.values() if isinstance(tensor, DTensor)],
+        [tensor.placements for tensor in tensors.values() if is_dtensor(tensor)],
     )

@@ -50,15 +50,17 @@ class FeedCache:
     def discard_unfit(self, micro_batches: tuple[int, ...], step: int | None) -> None:
         """Closes the prepared feed if it does not fit or has no rows yet. Call it before a process group forms.
 
-        Such a feed may open connections. Behind a NAT, the group could not tell them from its own.
+        Such a feed may open connections. Behind a NAT, the group could not tell them from its own. `step` is None if
+        the generation finds out where it begins.
         """
-        if self._prepared is None:
+        if (feed := self._prepared) is None:
             return
-        if step is not None and _fits(self._prepared, micro_batches, step) and self._prepared.is_ready:
-            self._prepared.skip_to(step)
-        else:
-            self._prepared.close()
+        fits = feed.micro_batches == micro_batches if step is None else _fits(feed, micro_batches, step)
+        if not fits or not feed.is_ready:
+            feed.close()
             self._prepared = None
+        elif step is not None:
+            feed.skip_to(step)
 
     def open(self, micro_batches: tuple[int, ...], step: int) -> MicroBatchFeed:
         """Returns the feed of a generation: the prepared one if it fits, or a new one."""

@@ -6,6 +6,7 @@ process unpickles its own copy of other objects.
 
 from __future__ import annotations
 
+import sys
 import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -136,9 +137,15 @@ def is_parquet(data: Any) -> TypeGuard[Source]:
     return isinstance(first, str | PathLike)
 
 
+def is_ray_dataset(data: Any) -> TypeGuard[ray.data.Dataset]:
+    """Whether a data set is a `ray.data.Dataset`. Does not import Ray Data, which takes half a second."""
+    kind = getattr(sys.modules.get("ray.data"), "Dataset", None)
+    return kind is not None and isinstance(data, kind)
+
+
 def check_data(data: Any, transform: object = None, columns: Sequence[str] | None = None) -> None:
     """Raises a ConfigError if rows of `data` cannot be read in any order, or the other arguments do not apply to it."""
-    if is_parquet(data) or isinstance(data, ray.data.Dataset):
+    if is_parquet(data) or is_ray_dataset(data):
         return
     from torch.utils.data import DataLoader, IterableDataset
 

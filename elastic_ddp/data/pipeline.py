@@ -12,12 +12,13 @@ import pyarrow as pa
 import ray
 from ray.data import ExecutionResources, TaskPoolStrategy
 
+from elastic_ddp.data.chunk_source import ChunkSource
 from elastic_ddp.data.collate import CollateFn, Collator, batches_in_memory, collate_rows, read_rows
 from elastic_ddp.data.index import DatasetIndex
 from elastic_ddp.data.map_style import MapStyleIndex
 from elastic_ddp.data.order import FeedPlan
 from elastic_ddp.data.packing import PackedBatch, pack_blocks, unpack_block
-from elastic_ddp.data.source import BLOCK_BYTES, ChunkSource, read_chunks
+from elastic_ddp.data.source import BLOCK_BYTES, read_chunks
 from elastic_ddp.data.split import ChunkContent
 from elastic_ddp.data.transform import PrepareChunks, Transform, unpack
 from elastic_ddp.data.user_calls import CallRecords, FatalCall, record_calls

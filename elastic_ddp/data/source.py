@@ -1,4 +1,4 @@
-"""Reads the chunks of a plan in order: a Ray Data source with one read task.
+"""Reads the chunks of a plan in order, for a Ray Data source with one read task.
 
 A row of Ray Data is a whole chunk: each column is a list of one element. Ray Data cuts and joins blocks only between
 rows, so chunks stay whole and in order. One task reads for a worker, because only chunks that are interleaved over the
@@ -20,8 +20,6 @@ from functools import lru_cache
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-from ray.data.block import BlockMetadata
-from ray.data.datasource import Datasource, ReadTask
 
 from elastic_ddp.data.columns import Array, widen
 from elastic_ddp.data.files import check_version, read_footer, read_row_group
@@ -36,23 +34,6 @@ COLUMN_PREFIX = "column:"
 _WINDOWS_AHEAD = 2  # windows that are read before they are needed; lanes end their windows at different steps
 _CACHED_FOOTERS = 256
 WindowKey = tuple[int, int, int]  # epoch, lane, window
-
-
-class ChunkSource(Datasource):
-    """A Ray Data source with one task."""
-
-    def __init__(self, read: Callable[[], Iterator[pa.Table]]) -> None:
-        super().__init__()
-        self._read = read
-
-    def get_name(self) -> str:
-        return "Chunks"
-
-    def estimate_inmemory_data_size(self) -> int | None:
-        return None
-
-    def get_read_tasks(self, parallelism: int, *args: object, **kwargs: object) -> list[ReadTask]:
-        return [ReadTask(self._read, BlockMetadata(num_rows=None, size_bytes=None, input_files=None, exec_stats=None))]
 
 
 def read_chunks(index: DatasetIndex, plan: FeedPlan) -> Iterator[pa.Table]:

@@ -12,7 +12,6 @@ from typing import Any
 
 import ray
 import ray.train
-import ray.train.torch
 import torch
 
 from elastic_ddp import standby
@@ -111,6 +110,8 @@ def report_outcome(job: Job, outcome: Mapping[str, Any]) -> None:
 
 def _run_worker(job: Job, rendezvous: RendezvousHandle) -> None:
     """Ray Train's training function, which it calls in every worker."""
+    from elastic_ddp.ray_internals.backend import device_of_worker
+
     train_context = ray.train.get_context()
     runtime = ray.get_runtime_context()
     node_id, is_standby = runtime.get_node_id(), not standby.has_place()
@@ -124,7 +125,5 @@ def _run_worker(job: Job, rendezvous: RendezvousHandle) -> None:
     )
     resources: dict[str, float] = next((node["Resources"] for node in ray.nodes() if node["NodeID"] == node_id), {})
     # A standby will see one GPU, and must not look for it before it has a place.
-    device = torch.device("cuda:0") if is_standby and job.config.use_gpu else ray.train.torch.get_device()
-    if device.type == "cuda" and not is_standby:
-        torch.cuda.set_device(device)
+    device = torch.device("cuda:0") if is_standby and job.config.use_gpu else device_of_worker()
     work(job, rendezvous, WorkerContext(member, device, resources))

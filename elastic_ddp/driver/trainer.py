@@ -23,7 +23,7 @@ from elastic_ddp.config.run_config import RunConfig
 from elastic_ddp.data.access import files_to_check
 from elastic_ddp.data.index import DatasetIndex, open_index
 from elastic_ddp.data.ingest import materialize
-from elastic_ddp.data.map_style import MapStyleIndex, check_data, index_in_memory, is_parquet
+from elastic_ddp.data.map_style import MapStyleIndex, check_data, index_in_memory, is_parquet, is_ray_dataset
 from elastic_ddp.data.transform import check_columns
 from elastic_ddp.data.weight_column import weights_of
 from elastic_ddp.driver.checks import (
@@ -38,12 +38,12 @@ from elastic_ddp.driver.checks import (
 from elastic_ddp.driver.cluster import connect_or_start
 from elastic_ddp.driver.display import print_note
 from elastic_ddp.driver.gcs_watch import GcsWatch
+from elastic_ddp.driver.imports import imports_meanwhile
 from elastic_ddp.driver.node_access import check_nodes
-from elastic_ddp.driver.session import Session
 from elastic_ddp.errors import ConfigError, DataError, NonFiniteError, StorageError, TrainFunctionError
 from elastic_ddp.loggers.logger import Logger
 from elastic_ddp.loggers.run_loggers import RunLoggers, open_loggers
-from elastic_ddp.ray_internals import check_ray_version
+from elastic_ddp.ray_internals import check_home_folder, check_ray_version
 from elastic_ddp.ray_internals.nodes import draining_nodes
 from elastic_ddp.ray_internals.this_job import record_run, this_job
 from elastic_ddp.rendezvous.actor import RendezvousHandle
@@ -61,6 +61,7 @@ if TYPE_CHECKING:
     from elastic_ddp.data.map_style import InMemory
     from elastic_ddp.data.transform import Transform
     from elastic_ddp.data.weight_column import Weights
+    from elastic_ddp.driver.session import Session
     from elastic_ddp.worker.run import Run
 
 P = ParamSpec("P")
@@ -151,6 +152,7 @@ class ElasticTrainer:
         loggers: Sequence[Logger] = (),
     ) -> None:
         check_ray_version()
+        check_home_folder()
         check_functions(train, transform, collate_fn)
         self.config = RunConfig.load(config)
         check_runtime_env(self.config.runtime_env)
@@ -231,6 +233,8 @@ class ElasticTrainer:
     def _run_session(
         self, job: Job, resume_from: Commit | None, lease: DriverLease, started_at: float, snapshot_folder: str
     ) -> RunResult:
+        from elastic_ddp.driver.session import Session  # imported while Ray starts
+
         rendezvous = self._start_rendezvous(job, resume_from, snapshot_folder)
         gcs = GcsWatch(ray.get_runtime_context().gcs_address)
         session = Session(job, rendezvous, resume_from, lease, started_at, gcs, self._loggers)
@@ -257,7 +261,7 @@ class ElasticTrainer:
     def _create_job(self, session: str) -> Job:
         """Reads or builds the index of the data, and checks both against the record of the run."""
         data = self._data
-        if isinstance(data, ray.data.Dataset):
+        if is_ray_dataset(data):
             data = materialize(data, self._storage, may_replace=self._may_replace(), note=print_note)
         columns = self.config.data.columns
         index: DatasetIndex | MapStyleIndex
@@ -299,7 +303,8 @@ class ElasticTrainer:
 
     def _connect(self, lease: DriverLease, num_data_tasks: int) -> None:
         """Connects to the Ray cluster, records its address for other processes, and checks its capacity."""
-        is_own_cluster = connect_or_start(print_note, self.config.runtime_env)
+        with imports_meanwhile("elastic_ddp.driver.session", "elastic_ddp.ray_internals.trainer"):
+            is_own_cluster = connect_or_start(print_note, self.config.runtime_env)
         lease.renew(ray_address=ray.get_runtime_context().gcs_address)
         record_run(self.config.name, self._storage.uri)
         check_capacity(

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -29,6 +30,17 @@ def check_ray_version() -> None:
             f"Ray {ray.__version__} is installed, but elastic_ddp uses private APIs of ray=={RAY_VERSION}.*. "
             f"Run pip install 'ray[train]=={RAY_VERSION}.*' on all nodes."
         )
+
+
+def check_home_folder() -> None:
+    """Raises ConfigError for a user without a home folder, such as a container's that is not in /etc/passwd.
+
+    Without one the import of Ray Train fails.
+    """
+    try:
+        Path.home()
+    except RuntimeError as error:
+        raise ConfigError("This user has no home folder, and Ray needs one. Set HOME to a folder.") from error
 
 
 def has_started_ray() -> bool:

@@ -47,7 +47,7 @@ _log = logging.getLogger(__name__)
 PLACEMENT_TIMEOUT_S = 10.0
 """How long a new worker waits for the capacity that Ray Train reported. Afterwards that view counts as stale."""
 DIRECTIVES_RETRY_S = 1.0
-STARTING_POLL_S = 0.5
+STARTING_POLL_S = 0.2
 """How often workers are polled while others are starting: each poll moves those forward."""
 DEFAULT_DRAIN_S = 60.0
 """Seconds left to a node that Ray drains without a deadline."""

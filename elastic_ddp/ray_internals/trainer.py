@@ -9,27 +9,19 @@ from typing import Any
 import ray
 from ray.data._internal.cluster_autoscaler.default_autoscaling_coordinator import get_or_create_autoscaling_coordinator
 from ray.data._internal.stats import get_or_create_stats_actor
-from ray.train.backend import BackendConfig
 from ray.train.v2._internal.constants import get_env_vars_to_propagate
 from ray.train.v2._internal.execution.scaling_policy.elastic import ElasticScalingPolicy
-from ray.train.v2._internal.util import TrainingFramework
 from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 
+from elastic_ddp.ray_internals.backend import TorchWithoutProcessGroup
 from elastic_ddp.ray_internals.cluster_use import placement_group_prefix
 from elastic_ddp.ray_internals.controller import CountingFailurePolicy, ElasticController
+from elastic_ddp.ray_internals.dataset import exports_metrics
 from elastic_ddp.ray_internals.scaling import NODE_ID, LimitedScalingPolicy
 from elastic_ddp.ray_internals.state_api import RunInStateApi, is_tracked
 from elastic_ddp.ray_internals.worker_group import release_placement_groups
 
 _UNUSED_CALLBACKS = ("PlacementGroupCleanerCallback", "DatasetsCallback", "StateManagerCallback")
-
-
-class _TorchWithoutProcessGroup(BackendConfig):
-    """Each generation forms its own process group. Ray Train's `TorchConfig` would import torch in the controller."""
-
-    @property
-    def framework(self) -> TrainingFramework:
-        return TrainingFramework.TORCH
 
 
 class ElasticTorchTrainer(DataParallelTrainer):
@@ -52,7 +44,7 @@ class ElasticTorchTrainer(DataParallelTrainer):
         state_api: RunInStateApi,
         **kwargs: Any,
     ) -> None:
-        super().__init__(*args, backend_config=_TorchWithoutProcessGroup(), **kwargs)
+        super().__init__(*args, backend_config=TorchWithoutProcessGroup(), **kwargs)
         self._state_api = state_api
         self._run_name = run_name
         self._controller_arguments = {
@@ -68,8 +60,9 @@ class ElasticTorchTrainer(DataParallelTrainer):
         return [*used, self._state_api] if is_tracked() else used
 
     def _initialize_and_run_controller(self, **arguments: Any) -> Any:
-        # Otherwise Ray Data creates this actor on a worker's node, which the autoscaler then never finds idle.
-        get_or_create_stats_actor()
+        if exports_metrics():
+            # Otherwise Ray Data creates this actor on a worker's node, which the autoscaler then never finds idle.
+            get_or_create_stats_actor()
         get_or_create_autoscaling_coordinator()  # the controller waits for it, and meanwhile it starts
         prefix = placement_group_prefix(self._run_name, uuid.uuid4().hex)
         arguments["failure_policy"] = CountingFailurePolicy(arguments["failure_policy"].failure_config)

@@ -7,6 +7,7 @@ does not block: `request` reserves resources, and each call of `advance` moves t
 from __future__ import annotations
 
 import dataclasses
+import gc
 import logging
 import os
 import time
@@ -85,6 +86,7 @@ class ElasticWorker(RayTrainWorker):
     def __init__(
         self, environment: Mapping[str, str], *, is_standby: bool = False, gpus: Sequence[int | str] = ()
     ) -> None:
+        gc.disable()  # imports of torch and its compiler take a fifth less; `work` enables it
         os.environ.update(environment)
         super().__init__()
         mark_messages()

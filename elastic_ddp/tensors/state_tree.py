@@ -15,10 +15,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.distributed.tensor import DTensor
 
 from elastic_ddp import torch_internals
 from elastic_ddp.errors import CheckpointError, format_exception
+from elastic_ddp.tensors.dtensor import is_dtensor
 
 Layout = Callable[[str], torch.Tensor | None]
 """Maps a tensor's name in a commit to a DTensor that is sharded as this tensor is; to None if it is not sharded."""
@@ -77,12 +77,12 @@ def unflatten(skeleton: Any, tensors: dict[str, torch.Tensor]) -> Any:
 
 def gather_full(tensor: torch.Tensor) -> torch.Tensor:
     """Returns a DTensor as a full tensor, and any other tensor itself. Collective."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return tensor.full_tensor() if is_dtensor(tensor) else tensor
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
     """Returns this rank's shard of a DTensor, and any other tensor itself. It shares memory with the tensor."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return tensor.to_local() if is_dtensor(tensor) else tensor
 
 
 def ravel(tensor: torch.Tensor) -> torch.Tensor:
@@ -207,7 +207,7 @@ class _Flattener:
         return {"kind": "ndarray", "value": self._add(raw, path), "dtype": value.dtype.str, "shape": list(value.shape)}
 
     def _tensor(self, value: torch.Tensor, path: tuple[Any, ...]) -> Any:
-        is_plain = type(value) in _PLAIN_TENSORS or isinstance(value, DTensor)
+        is_plain = type(value) in _PLAIN_TENSORS or is_dtensor(value)
         if not is_plain or value.layout is not torch.strided or value.is_quantized or value.is_meta:
             reason = "has no data" if value.is_meta else "is not a plain dense tensor"
             raise CheckpointError(

@@ -111,6 +111,8 @@ def _train(loop: Loop, context: WorkerContext) -> tuple[Outcome | None, str | No
         )
         if job.session:
             check_access(job.storage, job.session, files_to_check(job.index, job.storage))
+        if standby.has_place():
+            loop.membership.read_ahead()
         while True:
             seed_all(config.seed, "init")
             try:
@@ -204,3 +206,5 @@ def _set_up_process(config: RunConfig, context: WorkerContext) -> None:
     # Otherwise each worker polls Prometheus every ten seconds, and reports to an actor for each pipeline.
     os.environ.setdefault("RAY_DATA_USAGE_DISABLED", "1")
     use_interface_of(context.member.node)
+    gc.freeze()  # collections skip what the imports have created
+    gc.enable()  # `ElasticWorker` disables it for the imports

@@ -243,8 +243,8 @@ class WorkerMembership:
         self._checkpointer.warm_up(self._state)
         self._store.connect_with_retry(self._client.store_address)
         planned = self._client.plan_join()
-        self._read_ahead(planned or PlannedAssignment(rank=0, world_size=1, step=0))
-        self._feeds.wait()  # the first pipeline of a process takes seconds
+        self._read_ahead(planned or self._place_in_group())
+        self._feeds.wait()
         batch = self._feeds.peek()
         # With FSDP all ranks restart together, and the model may be too large for one rank.
         is_useful = strategy_of(self._job.config).replicates_state and not self._has_restarted
@@ -253,6 +253,16 @@ class WorkerMembership:
         self.activity.enter("warm-up")
         epoch = self._job.shape.epoch_of(planned.step)
         return WarmupStep(self._state, batch, planned=planned, epoch=epoch, seed=self._job.config.seed)
+
+    def read_ahead(self) -> None:
+        """Starts to read while the training function builds: the first pipeline of a process takes seconds."""
+        self._read_ahead(self._client.plan_join() or self._place_in_group())
+
+    def _place_in_group(self) -> PlannedAssignment:
+        """Returns the place that this worker gets if its group forms the first generation of a new run."""
+        rank, size = self._client.member.rank_in_group, self._client.member.group_size
+        fits = size <= self._job.config.num_micro_batches
+        return PlannedAssignment(rank=rank if fits else 0, world_size=size if fits else 1, step=0)
 
     def _read_ahead(self, planned: PlannedAssignment) -> bool:
         """Starts to read the rows of a planned place. Returns whether the first of them are read."""

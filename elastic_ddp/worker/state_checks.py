@@ -11,15 +11,17 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.distributed.tensor import DTensor, Placement
 from torch.nn.parameter import is_lazy
 
 from elastic_ddp import torch_internals
 from elastic_ddp.data.order import EpochShape
 from elastic_ddp.errors import CheckpointError, ConfigError, shorten
+from elastic_ddp.tensors.dtensor import is_dtensor
 from elastic_ddp.tensors.state_tree import Layout, dtype_name
 
 if TYPE_CHECKING:
+    from torch.distributed.tensor import Placement
+
     from elastic_ddp.config.run_config import RunConfig
 
 
@@ -37,7 +39,7 @@ def check_model(module: torch.nn.Module) -> None:
         )
     if not any(parameter.requires_grad for parameter in parameters.values()):
         raise ConfigError("run.prepare got a model without a parameter that requires a gradient: nothing can train.")
-    if sharded := [name for name, parameter in parameters.items() if isinstance(parameter, DTensor)]:
+    if sharded := [name for name, parameter in parameters.items() if is_dtensor(parameter)]:
         raise ConfigError(
             f"run.prepare got a model whose parameters are already sharded: {shorten(sharded, 5)}. Build a new model "
             "in the training function: with FSDP it starts again whenever membership changes."
@@ -184,7 +186,7 @@ def _named_tensors(tree: Any, name: str = "") -> Iterator[tuple[str, torch.Tenso
 
 
 def _placements(tensor: torch.Tensor) -> tuple[Placement, ...]:
-    return tensor.placements if isinstance(tensor, DTensor) else ()
+    return tensor.placements if is_dtensor(tensor) else ()
 
 
 def check_saved_model(

@@ -57,7 +57,7 @@ def test_the_autoscaler_starts_nodes_for_a_run_and_replaces_failed_ones(
         assert len(ray.nodes()) > 5, "the head, two nodes, and a replacement for each failed or drained one"
         handle.resize(1)
         until(lambda: num_nodes() == 1, result)
-        assert nodes_of("_StatsActor") == {ray.get_runtime_context().get_node_id()}, "the actor would keep a node alive"
+        assert nodes_of("_StatsActor") <= {ray.get_runtime_context().get_node_id()}, "the actor would keep a node alive"
         go.touch()
     summary = result.result().summary
     assert jobs.same_bits(summary, calm) and summary["workers_lost"] == 3

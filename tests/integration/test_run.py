@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ import pyarrow.parquet as pq
 import pytest
 import ray
 import torch
+from ray.data._internal.stats import STATS_ACTOR_NAME, STATS_ACTOR_NAMESPACE
 
 import elastic_ddp as ed
 from elastic_ddp.data.files import list_files
@@ -197,6 +199,12 @@ def test_each_node_reports_whether_it_sees_the_data_and_the_storage(calm: ed.Run
     (late,) = probe_nodes(nodes, storage, session, files, timeout_s=0.0)
     assert late == NodeAccess(here, has_answered=False)
     assert not [key for key in storage.list() if "writable" in key], "nothing is left behind"
+
+
+@pytest.mark.skipif(find_spec("opencensus") is not None, reason="Ray exports metrics from this environment")
+def test_a_run_starts_no_actor_for_metrics_that_ray_does_not_export(calm: ed.RunResult) -> None:
+    with pytest.raises(ValueError, match="Failed to look up actor"):
+        ray.get_actor(STATS_ACTOR_NAME, namespace=STATS_ACTOR_NAMESPACE)
 
 
 def test_the_summary_has_the_facts_of_the_run(calm: ed.RunResult) -> None:

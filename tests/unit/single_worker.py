@@ -23,6 +23,7 @@ from elastic_ddp.distributed.assignment import Assignment
 from elastic_ddp.errors import ConfigError
 from elastic_ddp.rendezvous.hang import Activity
 from elastic_ddp.rendezvous.member_requests import MemberRequest
+from elastic_ddp.rendezvous.members import Member
 from elastic_ddp.rendezvous.messages import PlannedAssignment
 from elastic_ddp.telemetry.event import Event
 from elastic_ddp.worker.generation import Generation
@@ -36,6 +37,8 @@ PEER_FAILURE = "[gloo/transport/tcp/pair.cc] Connection closed by peer"
 
 class FakeClient:
     """The rendezvous client of a run's only worker. Tests set its signals and read what it received."""
+
+    member = Member(id="a", group_size=1, rank_in_group=0, node="127.0.0.1", pid=0)
 
     def __init__(self, store_port: int) -> None:
         self.stop_requested = False

@@ -136,6 +136,14 @@ def test_what_starts_often_does_not_wait_for_torch(name: str) -> None:
     assert subprocess.run([sys.executable, "-c", told], check=True, capture_output=True, text=True).stdout == "False\n"
 
 
+def test_a_driver_imports_ray_train_ray_data_and_dtensor_while_ray_starts() -> None:
+    """They take a second, which the start of Ray would wait for otherwise."""
+    names = {"ray.train", "ray.data", "torch.distributed.tensor", "torch.distributed.checkpoint"}
+    program = f"import sys, {PACKAGE}; {PACKAGE}.ElasticTrainer; print({names} & sys.modules.keys())"
+    command = [sys.executable, "-c", program]
+    assert subprocess.run(command, check=True, capture_output=True, text=True).stdout == "set()\n"
+
+
 def test_the_package_has_the_names_that_it_says_and_no_others() -> None:
     assert dir(elastic_ddp) == sorted(elastic_ddp.__all__) == sorted(elastic_ddp._MODULES)
     for name in elastic_ddp.__all__:

@@ -69,12 +69,23 @@ def test_a_feed_for_other_micro_batches_or_a_later_step_is_replaced() -> None:
 
 def test_a_feed_without_rows_or_that_does_not_fit_is_closed_before_a_group_forms() -> None:
     """Otherwise it could open connections while the group forms."""
-    for micro_batches, step, is_ready in [((0,), 9, False), ((1,), 9, True), ((0,), 8, True), ((0,), None, True)]:
+    cases = [((0,), 9, False), ((1,), 9, True), ((0,), 8, True), ((0,), None, False), ((1,), None, True)]
+    for micro_batches, step, is_ready in cases:
         feeds, log = feeds_and_log()
         feeds.prepare((0,), 9)
         feeds._prepared.is_ready = is_ready
         feeds.discard_unfit(micro_batches, step)
         assert log == ["open (0,) from 9", "close (0,)"]
+
+
+def test_a_prepared_feed_is_kept_for_a_generation_that_finds_out_its_first_step() -> None:
+    for step, replaced in [(0, []), (3, []), (1000, ["close (0,)", "open (0,) from 1000"])]:
+        feeds, log = feeds_and_log()
+        feeds.prepare((0,), 0)
+        feeds._prepared.is_ready = True
+        feeds.discard_unfit((0,), None)
+        assert feeds.open((0,), step).next_step == step
+        assert log == ["open (0,) from 0", *replaced]
 
 
 def test_open_waits_until_closed_feeds_have_freed_their_processes() -> None:

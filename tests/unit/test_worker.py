@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from elastic_ddp.checkpoint import CheckpointStore
+from elastic_ddp.data.order import FeedPlan
 from elastic_ddp.errors import DataError, StorageError, WorkersFailedError
 from elastic_ddp.rendezvous.members import Member
 from elastic_ddp.storage.storage import Storage
@@ -32,6 +33,8 @@ from tests.unit.single_worker import (
     CPU,
     PEER_FAILURE,
     FakeClient,
+    FakeFeed,
+    FakeIndex,
     Model,
     NewRun,
     PeerFailures,
@@ -72,6 +75,36 @@ def outcome_of(new_run: NewRun, monkeypatch: pytest.MonkeyPatch) -> Callable[[Tr
         return outcome
 
     return end_of
+
+
+@pytest.mark.parametrize(("rank", "size", "owned"), [(0, 1, (0, 1, 2, 3)), (1, 2, (2, 3)), (4, 5, (0, 1, 2, 3))])
+def test_rows_are_read_while_the_training_function_builds_its_model(
+    outcome_of: Callable[[Train], dict[str, Any]],
+    monkeypatch: pytest.MonkeyPatch,
+    rank: int,
+    size: int,
+    owned: tuple[int, ...],
+) -> None:
+    """Those of the place in the group that starts; alone if the group is larger than a generation can be."""
+    plans: list[FeedPlan] = []
+
+    class Feed(FakeFeed):
+        def __init__(self, index: FakeIndex, plan: FeedPlan, **options: Any) -> None:
+            plans.append(plan)
+            super().__init__(index, plan, **options)
+
+    def train(run: Run) -> None:
+        assert [(plan.micro_batches, plan.first_step) for plan in plans] == [(owned, 0)]
+        model = prepared(run)
+        for step in run.steps():
+            with step:
+                compute_gradients(step, model)
+                step.optimize()
+
+    monkeypatch.setattr("elastic_ddp.worker.generation.MicroBatchFeed", Feed)
+    monkeypatch.setattr(FakeClient, "member", replace(MEMBER, rank_in_group=rank, group_size=size))
+    assert outcome_of(train)["status"] == "finished"
+    assert len(plans) == (1 if len(owned) == 4 else 2), "the first generation uses what was read for it"
 
 
 @pytest.mark.parametrize("call", [dist.get_rank, dist.barrier, lambda: dist.new_group([0])])

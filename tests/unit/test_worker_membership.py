@@ -180,7 +180,7 @@ def test_a_membership_change_waits_for_the_first_rows_of_the_next_generation(
 
     def make_slow(micro_batches: tuple[int, ...], step: int, before_reading: Callable[[], object]) -> Any:
         feed: Any = make(micro_batches, step, before_reading)
-        feed.is_ready = not opened  # the first one is for the warm-up
+        feed.is_ready = not opened
         opened.append((step, feed))
         return feed
 
@@ -196,7 +196,7 @@ def test_a_membership_change_waits_for_the_first_rows_of_the_next_generation(
 
     slow = train(run, request)
     assert in_generation == [1] * 6 + [2] * 6
-    assert [step for step, _ in opened] == [0, 0, 3], "for the warm-up, the first and the next generation"
+    assert [step for step, _ in opened] == [0, 3], "for the first and the next generation"
     assert opened[-1][1].next_step == 12, "the next generation used it"
     assert train(new_run(folder="undisturbed", steps=12)) == slow
 
