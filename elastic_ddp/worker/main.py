@@ -111,8 +111,7 @@ def _train(loop: Loop, context: WorkerContext) -> tuple[Outcome | None, str | No
         )
         if job.session:
             check_access(job.storage, job.session, files_to_check(job.index, job.storage))
-        if standby.has_place():
-            loop.membership.read_ahead()
+        loop.membership.read_ahead()
         while True:
             seed_all(config.seed, "init")
             try:

@@ -15,11 +15,7 @@ from elastic_ddp.distributed.prepared_model import PreparedModel, ShardBy, unit_
 from elastic_ddp.errors import ConfigError
 from elastic_ddp.storage.storage import Storage
 from elastic_ddp.user_code import environment
-from elastic_ddp.worker.evaluation import LossFunction, evaluate
-from elastic_ddp.worker.generation import Generation
 from elastic_ddp.worker.hyperparameters import Every
-from elastic_ddp.worker.loop import Loop
-from elastic_ddp.worker.pretrained import PretrainedWeights
 from elastic_ddp.worker.state_checks import check_model, check_sync_batch_norm
 from elastic_ddp.worker.step import Step
 from elastic_ddp.worker.train_state import Position, Stateful
@@ -31,6 +27,9 @@ if TYPE_CHECKING:
     from elastic_ddp.data.files import Source
     from elastic_ddp.data.map_style import InMemory
     from elastic_ddp.data.transform import Transform
+    from elastic_ddp.worker.evaluation import LossFunction
+    from elastic_ddp.worker.generation import Generation
+    from elastic_ddp.worker.loop import Loop
 
 Prepared = TypeVar("Prepared")
 Module = TypeVar("Module", bound=torch.nn.Module)
@@ -171,6 +170,8 @@ class Run:
         if self._state.model is None:
             raise ConfigError("run.load_weights was called before a model was prepared. Call run.prepare(model) first.")
         check_mapping(key_mapping)
+        from elastic_ddp.worker.pretrained import PretrainedWeights
+
         source = Storage(environment().resolve(os.fspath(uri))).uri
         weights = PretrainedWeights(source, step, strict, key_mapping)
         module, client = self._state.module, self._loop.client
@@ -254,6 +255,9 @@ class Run:
             ConfigError: called before the loop, or a function returned something else.
             DataError: the data set cannot be read.
         """
+
+        # Imported late: programs name `ed.Run` in annotations, and would import Ray Data before they start Ray.
+        from elastic_ddp.worker.evaluation import evaluate
 
         def measure(generation: Generation) -> Any:
             job = self._loop.job

@@ -261,7 +261,7 @@ def evaluate(run: Run) -> float:
 
 def evaluate_with(monkeypatch: pytest.MonkeyPatch, function: Callable[[Generation], float]) -> None:
     """Makes every evaluation return `function(generation)`."""
-    monkeypatch.setattr("elastic_ddp.worker.run.evaluate", lambda generation, *_: function(generation))
+    monkeypatch.setattr("elastic_ddp.worker.evaluation.evaluate", lambda generation, *_: function(generation))
 
 
 def expect_config_error(run: Run, body: Callable[[Run], Any], *names: str) -> None:

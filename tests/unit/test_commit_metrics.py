@@ -16,7 +16,7 @@ from tests.unit.single_worker import PEER_FAILURE, NewRun, Place, client_of, pre
 @pytest.fixture(autouse=True)
 def _evaluate_returns_the_loss(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        "elastic_ddp.worker.run.evaluate", lambda generation, job, loss_fn, *_: float(loss_fn(None, None))
+        "elastic_ddp.worker.evaluation.evaluate", lambda generation, job, loss_fn, *_: float(loss_fn(None, None))
     )
 
 
