@@ -15,11 +15,9 @@ import ray
 from ray.cluster_utils import Cluster
 
 import elastic_ddp as ed
-from elastic_ddp.driver.run_handle import RunHandle, get_run
-from elastic_ddp.errors import ConfigError
+from elastic_ddp.driver.run_handle import RunHandle
 from tests.chaos import faults
 from tests.chaos.runs import Trial, until
-from tests.integration import jobs
 
 pytestmark = [pytest.mark.slow, pytest.mark.chaos, pytest.mark.timeout(600)]
 
@@ -167,18 +165,3 @@ def test_a_drained_node_loses_its_standbys(
         summary = result.result().summary
     run.check_results(summary, calm)
     assert summary["restarts"] == 0 and not run.events("newcomer_lost")
-
-
-def test_standbys_end_with_a_killed_driver(two_nodes: tuple[Cluster, list[Any]], folder: Path) -> None:
-    arguments = (str(folder / "data"), str(folder / "runs"), "driver-killed", "1", "wait", str(folder / "never"), "20")
-    with jobs.driver(*arguments, RAY_ADDRESS=two_nodes[0].address, STANDBY_WORKERS="1") as driver:
-        handle: RunHandle | None = None
-        while handle is None or not is_complete(handle, 1)():
-            assert driver.poll() is None, driver.communicate()
-            try:
-                handle = get_run("driver-killed")
-            except ConfigError:
-                time.sleep(0.2)
-        processes = {*pids(handle, "members"), *pids(handle, "standbys")}
-        driver.kill()
-    assert all_end(processes, timeout_s=60)
