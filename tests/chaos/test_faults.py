@@ -81,8 +81,8 @@ def test_a_sample_of_faults_in_one_run_makes_no_difference(folder: Path, calm: M
     """The part that `make test` runs."""
     faults = [
         Fault(0, 10, "reduction", "rendezvous"),
-        Fault(0, 17, "forward", "SIGSTOP"),
-        *faults_at("hand-over", 1, "SIGKILL"),
+        Fault(0, 22, "forward", "SIGSTOP"),
+        Fault(1, 22, "hand-over", "SIGKILL"),
         Fault(0, 34, "optimizer", "SIGSEGV", along=(2,)),
         Fault(1, 40, "data", "SIGTERM"),
     ]
@@ -96,7 +96,7 @@ def check_report(history: History, summary: Mapping[str, Any]) -> None:
     """Checks that the report of the run says what happened."""
     marked = {kind: [mark for mark in history.marks if mark.kind == kind] for kind in ("failed", "drained", "joined")}
     failed = sum(mark.num_workers for mark in marked["failed"])
-    assert failed == summary["workers_lost"] >= 4 and len(marked["drained"]) == 1 and len(marked["joined"]) >= 3
+    assert failed == summary["workers_lost"] >= 4 and len(marked["drained"]) == 1 and len(marked["joined"]) >= 2
     times = [mark.at for mark in history.marks]
     assert times == sorted(times) and times[-1] <= history.seconds
     assert max(size for _, size in history.sizes) == 3 and history.points[-1].step == STEPS
