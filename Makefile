@@ -7,7 +7,7 @@ NEWEST_PYTHON ?= python3.14
 SIDE_BY_SIDE := --numprocesses=auto --maxprocesses=4 # tests that need no Ray do not disturb each other
 
 .DEFAULT_GOAL := help
-.PHONY: help install train test unit chaos s3 hosts compat compat-with lint format docs bench soak clean
+.PHONY: help install train test unit chaos s3 hosts loggers compat compat-with lint format docs bench soak clean
 
 help: ## list what there is to make
 	@grep -hE '^[a-z0-9]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9]+):.*## (.*)/  make \1	\2/' | expand -t 18
@@ -32,6 +32,11 @@ s3: $(VENV)/.installed-dev ## commits on a real S3 server, Ceph's from Debian's 
 
 hosts: .venv-hosts/.installed ## the guide to clusters over ssh, on machines made of namespaces
 	.venv-hosts/bin/python -m pytest tests/chaos/test_own_machines.py -m chaos --durations=0 --durations-min=1 -rP $(ARGS)
+
+loggers: .venv-loggers/.installed ## loggers, metrics and jobs with real W&B, MLflow, Prometheus and Ray's job server
+	.venv-loggers/bin/python -m pytest -m "chaos or not chaos" tests/unit/test_trackers.py \
+		tests/unit/test_scaling_benchmark.py tests/chaos/test_loggers.py tests/chaos/test_prometheus.py \
+		tests/chaos/test_submit.py $(ARGS)
 
 compat: ## the unit tests and a short elastic run with the oldest and the newest versions, 6 GB each in .venv-compat-*
 	$(MAKE) compat-with PYTHON=$(OLDEST_PYTHON) VENV=.venv-compat-oldest VERSIONS="--resolution lowest-direct"
@@ -68,7 +73,7 @@ soak: $(VENV)/.installed-dev ## train for twenty minutes while something happens
 	$(VENV)/bin/python benchmarks/soak.py $(ARGS)
 
 clean: ## remove .venv, every cache and what was built
-	rm -rf $(VENV) .venv-compat-* .venv-hosts .mypy_cache .pytest_cache .ruff_cache .hypothesis dist site
+	rm -rf $(VENV) .venv-compat-* .venv-hosts .venv-loggers .mypy_cache .pytest_cache .ruff_cache .hypothesis dist site
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The stamps say what .venv holds; they are older than pyproject.toml or constraints.txt once either has changed.
@@ -87,6 +92,13 @@ $(VENV)/.installed-dev: $(VENV)/.made pyproject.toml constraints.txt
 	rm -rf .venv-hosts
 	$(VENV)/bin/python -c 'from pathlib import Path; from tests.chaos.machines import make_venv; make_venv(Path(".venv-hosts"))'
 	.venv-hosts/bin/pip install --quiet --constraint constraints.txt boto3 editables hatchling 'ray[default]'
+	@touch $@
+
+# Without constraints.txt: MLflow needs an older pyarrow.
+.venv-loggers/.installed: $(VENV)/.installed-dev
+	rm -rf .venv-loggers
+	$(VENV)/bin/python -c 'from pathlib import Path; from tests.chaos.machines import make_venv; make_venv(Path(".venv-loggers"))'
+	.venv-loggers/bin/pip install --quiet grafana-foundation-sdk matplotlib mlflow --editable '.[cluster,loggers]'
 	@touch $@
 
 $(VENV)/.made:
