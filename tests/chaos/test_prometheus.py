@@ -197,9 +197,10 @@ def test_a_live_run_is_in_prometheus_in_the_dashboard_and_in_rays_api(
 
     pause.touch()
     with driver(tmp_path, pause, stopped_at + 20) as process:
-        until(lambda: value("step") == stopped_at, log)  # of one driver: the gauges of the other have ended
         committed_at = newest(read_ledger(storage), events.CommitSucceeded).at
-        assert (value("last_commit_timestamp_seconds") or 0) > committed_at, "the start of this driver"
+        # The start of this driver. A gauge has one value once that of the other driver has ended.
+        until(lambda: (value("last_commit_timestamp_seconds") or 0) > committed_at, log)
+        until(lambda: value("step") == stopped_at, log)
         pause.unlink()
         assert process.wait(60) == 0, log.read_text()
     run, _ = newest_run(head)
