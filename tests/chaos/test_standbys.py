@@ -15,9 +15,11 @@ import ray
 from ray.cluster_utils import Cluster
 
 import elastic_ddp as ed
-from elastic_ddp.driver.run_handle import RunHandle
+from elastic_ddp.driver.run_handle import RunHandle, get_run
+from elastic_ddp.errors import ConfigError
 from tests.chaos import faults
 from tests.chaos.runs import Trial, until
+from tests.integration import clusters, jobs
 
 pytestmark = [pytest.mark.slow, pytest.mark.chaos, pytest.mark.timeout(600)]
 
@@ -165,3 +167,21 @@ def test_a_drained_node_loses_its_standbys(
         summary = result.result().summary
     run.check_results(summary, calm)
     assert summary["restarts"] == 0 and not run.events("newcomer_lost")
+
+
+def test_standbys_end_with_a_killed_driver(two_nodes: tuple[Cluster, list[Any]], folder: Path) -> None:
+    hold = ("wait", str(folder / "never"), str(HELD_STEP), "2")
+    arguments = (str(folder / "data"), str(folder / "runs"), "driver-killed", "2", *hold)
+
+    def standbys_are_ready() -> bool:
+        try:
+            return is_complete(get_run("driver-killed"), 2, num_standbys=2)()
+        except ConfigError:  # the run is starting
+            return False
+
+    with jobs.driver(*arguments, RAY_ADDRESS=two_nodes[0].address, STANDBY_WORKERS="1") as driver:
+        clusters.until(standbys_are_ready, driver)
+        handle = get_run("driver-killed")
+        processes = {*pids(handle, "members"), *pids(handle, "standbys")}
+        driver.kill()
+    assert all_end(processes, timeout_s=60)

@@ -255,7 +255,7 @@ def main() -> None:
 
     ACTION is what happens in STEP: `kill-driver` kills this process, `interrupt` is Ctrl-C (SIGINT to the process
     group), `wait` waits until MARKER exists, `grow` until others wait to join, `ask` until a request arrives. With
-    `evaluate FOLDER` the run ends with an evaluation of FOLDER. The variable LOGGERS names loggers.
+    `evaluate FOLDER` the run ends with an evaluation of FOLDER. The variables LOGGERS and STANDBY_WORKERS are settings.
     """
     import ray
 
@@ -282,7 +282,9 @@ def main() -> None:
         ray.init("local", num_cpus=4, include_dashboard=False, logging_level="WARNING")
     low, _, high = workers.partition(":")
     loggers = os.environ.get("LOGGERS", "").split()
-    config = settings(storage, name, int(high or low), min_workers=int(low), resize_interval_s=1.0, loggers=loggers)
+    standbys = int(os.environ.get("STANDBY_WORKERS", "0"))
+    changes = {"min_workers": int(low), "resize_interval_s": 1.0, "loggers": loggers, "standby_workers": standbys}
+    config = settings(storage, name, int(high or low), **changes)
     print(ed.ElasticTrainer(make_train(fault, held_out), data, config, transform=jitter).fit())
 
 
