@@ -153,7 +153,8 @@ class Rendezvous:
 
     async def _on_failure(self, member: str, how: str) -> None:
         async with self._locked() as coordinator:
-            coordinator.mark_failed(member, how)
+            coordinator.mark_failed(member, how, is_standby=member in self._standbys)
+        self._standbys.discard(member)
 
     async def join(
         self,

@@ -105,11 +105,14 @@ class Coordinator:
     def _as_planned(self, place: tuple[int, int] | None) -> PlannedAssignment | None:
         return None if place is None else PlannedAssignment(*place, step=self.event_log.progress.get("step", 0))
 
-    def mark_failed(self, member: str, how: str) -> None:
-        """Records that a member has failed, and ends its generation."""
+    def mark_failed(self, member: str, how: str, *, is_standby: bool = False) -> None:
+        """Records that a member has failed, and ends its generation. The failure of a standby is no failed attempt."""
         membership, starting = self.membership, self.state.attempts.starting.get(member)
         if membership.why_gone(member) is None:
-            self.state.attempts.record(membership, member, how, time.monotonic())
+            if is_standby:
+                self.state.attempts.starting.pop(member, None)
+            else:
+                self.state.attempts.record(membership, member, how, time.monotonic())
             membership.mark_failed(member, how)
             if membership.is_current(member):
                 self._record_failure(how, member=member)
@@ -331,7 +334,7 @@ class Coordinator:
             avoid=list(membership.draining),
             limit=membership.limit,
             is_over=self.is_over,
-            is_steady=not newcomers and is_steady(membership, self.event_log),
+            is_steady=not (newcomers or self.is_over) and is_steady(membership, self.event_log),
         )
 
     @property

@@ -129,12 +129,13 @@ class WorkerMembership:
         self._preparing_since: float | None = None  # when this worker began to prepare for another generation
         self._was_rank_0 = False
         self._has_restarted = False
+        self._has_warmed_up = False
         self._num_broken = 0  # generations of the same members in a row that failed to form
 
     def restart(self, state: TrainState) -> None:
         self._state, self._inputs = state, replace(self._inputs, state=state)
         self.tasks, self.holds_state, self._preparing_since = CollectiveTasks(), False, None
-        self._has_restarted = True
+        self._has_restarted, self._has_warmed_up = True, False
 
     # Joining.
 
@@ -156,6 +157,10 @@ class WorkerMembership:
             if self._state.is_sharded or self._state.is_torn:
                 raise RestartTraining
             assignment = self._request_assignment(task)
+            if assignment.source is None and self._has_warmed_up:
+                # No member has a state. This worker may be the first one, and its warm-up step has run the code of the
+                # block up to `optimize`, which can change more than the model and the optimizer.
+                raise RestartTraining
             self._num_broken = self._num_broken + 1 if assignment.same_members else 0
             try:
                 generation = self._open(assignment)
@@ -187,8 +192,7 @@ class WorkerMembership:
         """Waits while this worker is a standby. Then reads the first rows of its place, while the others train."""
         if standby.has_place():
             return
-        if self._job.config.data.num_cpus_per_task:
-            self._feeds.shut_down()  # its tasks would hold CPUs that a worker may need
+        self._feeds.shut_down()  # it would have to skip all rows until then, and its tasks may hold CPUs
         standby.wait_for_place()
         if (planned := self._client.plan_join()) is not None:
             self._read_ahead(planned)
@@ -251,6 +255,7 @@ class WorkerMembership:
         if planned is None or batch is None or not batch.num_rows or not is_useful:
             return None
         self.activity.enter("warm-up")
+        self._has_warmed_up = True
         epoch = self._job.shape.epoch_of(planned.step)
         return WarmupStep(self._state, batch, planned=planned, epoch=epoch, seed=self._job.config.seed)
 

@@ -124,8 +124,13 @@ def test_a_standby_that_a_signal_ends_is_replaced_and_does_not_count(folder: Pat
 
 
 @pytest.mark.usefixtures("one_node")
-def test_a_standby_resumes_a_run_whose_only_worker_was_killed(folder: Path, calm: Mapping[str, Any]) -> None:
-    run = trial(folder, "only-worker", 1)
+@pytest.mark.parametrize("resumed_from", [HELD_STEP, 0])
+def test_a_standby_resumes_a_run_whose_only_worker_was_killed(
+    folder: Path, calm: Mapping[str, Any], resumed_from: int
+) -> None:
+    """From the newest commit, or from the start."""
+    settings = {} if resumed_from else {"checkpoint": {"every_steps": 1000}}
+    run = trial(folder, f"only-worker-{resumed_from}", 1, **settings)
     with run.live() as (handle, result):
         until(is_complete(handle, 1), result)
         [worker], [standby] = pids(handle, "members"), pids(handle, "standbys")
@@ -134,8 +139,8 @@ def test_a_standby_resumes_a_run_whose_only_worker_was_killed(folder: Path, calm
         end(run)
         summary = result.result().summary
     run.check_results(summary, calm)
-    first, second = (generation["first_step"] for generation in summary["generations"])
-    assert (first, second) == (0, HELD_STEP), "the newest commit"
+    # The standby has warmed up, so it restarts the training function in a generation of its own.
+    assert [generation["first_step"] for generation in summary["generations"]] == [0, resumed_from, resumed_from]
     assert all_end({worker, standby})
 
 

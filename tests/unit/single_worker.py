@@ -83,7 +83,8 @@ class FakeClient:
             world_size=1,
             store_host="127.0.0.1",
             store_port=self._store_port,
-            source=None if step is None else 0,
+            # As if the others, who train when a newcomer plans its place, sent it their state: here, its own.
+            source=None if step is None and self.planned_join is None else 0,
             first_step=step,
             same_members=self.same_members and len(self.joins) > 1,
             in_collective_task=not between_steps,

@@ -83,3 +83,15 @@ def test_the_failure_of_a_standby_is_recorded_unless_its_node_drains(play: Play,
         assert status["standbys"] == [] and len(status["members"]) == 2
 
     play(scenario, OPTIONS)
+
+
+def test_the_failure_of_a_standby_is_no_failed_attempt_of_a_run_that_has_lost_its_workers(play: Play) -> None:
+    async def scenario(rendezvous: Rendezvous) -> None:
+        await started(rendezvous)
+        for worker in ("a0", "a1", "s1"):
+            if worker == "s1":
+                await stand_by(rendezvous)
+            await rendezvous._on_failure(worker, "killed")
+        assert {attempt.member for attempt in rendezvous._coordinator.state.attempts.failed} == {"a0", "a1"}
+
+    play(scenario, OPTIONS)

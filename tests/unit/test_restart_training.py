@@ -350,3 +350,18 @@ def test_a_failed_commit_in_a_generation_for_handover_does_not_end_the_run(
     run = new_run(checkpoint={"every_steps": 100})
     assert train(run, lambda step: fail(step.index))["steps"] == 6
     assert client_of(run).steps_of("commit_failed") == [3] * times and len(client_of(run).joins) == 2 + times
+
+
+def test_a_newcomer_that_warmed_up_and_finds_no_state_builds_its_own_anew(new_run: NewRun) -> None:
+    run = new_run()
+    client, model = client_of(run), prepared(run)
+    client.planned_join = PlannedAssignment(1, 2, 0)
+    with pytest.raises(RestartTraining):
+        for step in run.steps():
+            with step:
+                client.planned_join = None  # the others die
+                compute_gradients(step, model)
+                step.optimize()
+    run._loop.restart()
+    torch.manual_seed(0)  # as `new_run` does
+    assert train(Run(run._loop)) == train(new_run(folder="undisturbed")) and len(client.joins) == 2
