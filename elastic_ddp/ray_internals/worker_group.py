@@ -313,7 +313,7 @@ class ElasticWorkerGroup(WorkerGroup):
         return True
 
     def replace(self, ranks: Collection[int]) -> set[int]:
-        """Kills workers, dead or alive, and gives their places to standbys, as far as there are any on their nodes.
+        """Kills workers, dead or alive, and gives the place of each to a standby on its node, if there is one.
 
         Returns the ranks of the workers that were replaced; the ranks of others do not change.
         """

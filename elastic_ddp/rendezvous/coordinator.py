@@ -109,10 +109,7 @@ class Coordinator:
         """Records that a member has failed, and ends its generation. The failure of a standby is no failed attempt."""
         membership, starting = self.membership, self.state.attempts.starting.get(member)
         if membership.why_gone(member) is None:
-            if is_standby:
-                self.state.attempts.starting.pop(member, None)
-            else:
-                self.state.attempts.record(membership, member, how, time.monotonic())
+            self.state.attempts.record(membership, member, how, time.monotonic(), is_standby=is_standby)
             membership.mark_failed(member, how)
             if membership.is_current(member):
                 self._record_failure(how, member=member)
