@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from itertools import pairwise
 from typing import Any
 
 from elastic_ddp.errors import WorkersFailedError
@@ -177,16 +178,16 @@ def _generations(events: list[Event]) -> list[dict[str, Any]]:
             current["session_number"] = sessions.index(event.session) + 1
             if isinstance(event, GenerationStarted):
                 current["first_step"] = current["last_step"] = event.first_step
-                for previous in rows[-2:-1]:
-                    if previous["ended_by"] is None:  # no worker reported it
-                        previous["last_step"] = max(previous["last_step"], event.first_step)
-                        same_session = previous["session"] == event.session
-                        previous["ended_by"] = PEER_FAILED if same_session else "the driver failed"
         elif current is None or isinstance(event, SessionStarted):
             current = None  # events before a session's first generation belong to none
         elif event.session == current["session"]:
             # A worker may report the end of a generation after the rendezvous has formed the next one.
             _update(next((row for row in rows[-2:] if _is_about(event, row)), current), current, event)
+    for previous, following in pairwise(rows):
+        if previous["ended_by"] is None:  # no worker reported it
+            previous["last_step"] = max(previous["last_step"], following["first_step"])
+            same_session = previous["session"] == following["session"]
+            previous["ended_by"] = PEER_FAILED if same_session else "the driver failed"
     return rows
 
 

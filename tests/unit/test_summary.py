@@ -304,6 +304,18 @@ def test_a_generation_without_events_of_its_rank_0_is_listed() -> None:
     assert rows[0]["ended_by"] == "a worker failed"
 
 
+def test_no_step_is_missing_if_two_ranks_0_fail_before_one_of_them_reports_it() -> None:
+    formed = [{"generation": number, "world_size": 3, "reason": "start", "first_step": number * 7} for number in (0, 1)]
+    events = session("a", 0.0, STARTED, *(("rendezvous", fields) for fields in formed))
+    events += session("b", 9.0, STARTED, ("rendezvous", {**formed[1], "first_step": 5}))
+    rows = summarize(events)["generations"]
+    assert [(row["first_step"], row["last_step"], row["ended_by"]) for row in rows] == [
+        (0, 7, "a worker failed"),
+        (7, 7, "the driver failed"),
+        (5, 5, None),
+    ]
+
+
 def test_a_late_report_belongs_to_its_own_generation() -> None:
     formed = [{"generation": number, "world_size": 3 - number, "reason": "start"} for number in (1, 2, 3)]
     events = session(
