@@ -4,11 +4,19 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
+from elastic_ddp.processes import has_ended
+
+GPU_RELEASE_TIMEOUT_S = 30.0
+"""How long the worker that failed may take to end. It is killed, and its memory of the GPU is free then."""
+
 _has_place = threading.Event()
 _has_place.set()
+_predecessor: int | None = None
+"""The process that had the place before."""
 _shown: Callable[[], AbstractContextManager[None]] = nullcontext
 
 
@@ -23,17 +31,22 @@ def stand_by(gpus: Sequence[int | str] = ()) -> None:
 
         _show_gpus(gpus)
         os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # else `torch.cuda.is_available` fixes the visible GPUs
-        delay_cuda(wait_for_place)
+        delay_cuda(_wait_for_gpus)
 
 
-def take_place(gpus: Sequence[int | str]) -> bool:
-    """Gives this process a place, with these GPUs. Returns False if it has used CUDA already, on another GPU."""
+def take_place(gpus: Sequence[int | str], predecessor: int) -> bool:
+    """Gives this process a place, with these GPUs, which process `predecessor` of this node has used.
+
+    Returns False if this process has used CUDA already, on another GPU.
+    """
+    global _predecessor
     if gpus:
         from elastic_ddp.torch_internals import has_used_cuda
 
         if not _sees_gpus(gpus) and has_used_cuda():
             return False
         _show_gpus(gpus)
+    _predecessor = predecessor
     _has_place.set()
     return True
 
@@ -48,6 +61,13 @@ def wait_for_place() -> None:
     if not has_place():
         with _shown():
             _has_place.wait()
+
+
+def _wait_for_gpus() -> None:
+    wait_for_place()
+    end = time.monotonic() + GPU_RELEASE_TIMEOUT_S
+    while _predecessor is not None and not has_ended(_predecessor) and time.monotonic() < end:
+        time.sleep(0.01)
 
 
 def show_wait(shown: Callable[[], AbstractContextManager[None]]) -> None:

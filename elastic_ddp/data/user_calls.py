@@ -19,6 +19,7 @@ from pathlib import Path
 
 from elastic_ddp.data.order import Int64Array
 from elastic_ddp.errors import shorten
+from elastic_ddp.processes import has_ended, process_state
 from elastic_ddp.signals import FATAL_SIGNALS
 from elastic_ddp.temporary_folder import TemporaryFolder
 
@@ -112,7 +113,7 @@ class CallRecords:
                     if record := path.read_text(errors="replace"):
                         calls[int(path.name)] = record.partition("\n")
             for pid, (call, _, report) in calls.items():
-                if not _is_running(pid):
+                if has_ended(pid):
                     return _describe(call, report, locate, f"died{_signal(report) or reason or _NO_SIGNAL}")
             if not calls or time.monotonic() > deadline:
                 return None
@@ -158,19 +159,6 @@ class CallRecords:
 
     def close(self) -> None:
         self._temporary.close()
-
-
-def _is_running(pid: int) -> bool:
-    """Returns whether a process has not ended. One that has ended stays in the list until its parent asks for it."""
-    return process_state(pid) not in "ZX"
-
-
-def process_state(pid: int) -> str:
-    """Returns the state of a process as in `ps`: T and t if it is stopped, Z and X if it has ended."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return "X"
 
 
 def _signal(report: str) -> str:

@@ -104,7 +104,7 @@ class Standbys:
     def take(self, other: ActorMetadata) -> Worker | None:
         """Gives the place of another worker to a standby on its node. Returns the standby; None if there is none."""
         for standby in [each for each in self._standbys if each.is_running and each.node_id == other.node_id]:
-            answer = standby.starting.actor.take_place.remote(other.gpu_ids)
+            answer = standby.starting.actor.take_place.remote(other.gpu_ids, other.pid)
             try:
                 if ray.get(answer, timeout=TAKE_PLACE_TIMEOUT_S):
                     self._standbys.remove(standby)

@@ -94,9 +94,9 @@ class ElasticWorker(RayTrainWorker):
         if is_standby:
             standby.stand_by(gpus)
 
-    def take_place(self, gpus: Sequence[int | str]) -> bool:
+    def take_place(self, gpus: Sequence[int | str], predecessor: int) -> bool:
         """Ends the wait of a standby; see `standby.take_place`."""
-        return standby.take_place(gpus)
+        return standby.take_place(gpus, predecessor)
 
 
 class _NoBarrier:

@@ -40,6 +40,7 @@ ORDER = [
     "torch_internals",
     "notices",
     "signals",
+    "processes",
     "console",
     "temporary_folder",
     "seeding",

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -21,6 +23,19 @@ def process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("PYTORCH_NVML_BASED_CUDA_CHECK", "0")
     yield
     standby._has_place.set()
+    standby._predecessor = None
+
+
+@pytest.fixture
+def predecessor() -> Iterator[subprocess.Popen[bytes]]:
+    """A process that runs until a test ends it."""
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        yield process
+        process.kill()
+
+
+ENDED = 2**22 + 1
+"""A process id that Linux never gives."""
 
 
 @pytest.fixture
@@ -38,12 +53,14 @@ def test_only_a_standby_waits_for_a_place() -> None:
     assert not standby.has_place()
     waiting = threading.Thread(target=standby.wait_for_place, daemon=True)
     waiting.start()
-    assert standby.take_place([])
+    assert standby.take_place([], ENDED)
     waiting.join(10)
     assert not waiting.is_alive() and standby.has_place()
 
 
-def test_the_first_use_of_cuda_waits_for_the_gpu_of_the_failed_worker(cuda: Any) -> None:
+def test_the_first_use_of_cuda_waits_for_the_gpu_of_the_failed_worker(
+    cuda: Any, predecessor: subprocess.Popen[bytes]
+) -> None:
     standby.stand_by(["0"])
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "0", "torch counts the GPUs that a worker would have"
     assert os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] == "1", "and does not load the driver for it"
@@ -51,7 +68,10 @@ def test_the_first_use_of_cuda_waits_for_the_gpu_of_the_failed_worker(cuda: Any)
     use.start()
     use.join(0.05)
     assert use.is_alive() and not cuda.called
-    assert standby.take_place(["3"])
+    assert standby.take_place(["3"], predecessor.pid)
+    use.join(0.05)
+    assert use.is_alive() and not cuda.called, "its memory is not free yet"
+    predecessor.kill()
     use.join(10)
     assert cuda.call_count == 1 and os.environ["CUDA_VISIBLE_DEVICES"] == "3"
 
@@ -61,5 +81,5 @@ def test_a_standby_that_has_loaded_the_driver_takes_no_place_on_another_gpu(
 ) -> None:
     monkeypatch.setattr("elastic_ddp.torch_internals.has_used_cuda", lambda: True)
     standby.stand_by(["0"])
-    assert not standby.take_place(["3"]) and not standby.has_place()
-    assert standby.take_place(["0"])
+    assert not standby.take_place(["3"], ENDED) and not standby.has_place()
+    assert standby.take_place(["0"], ENDED)

@@ -29,7 +29,8 @@ class FakeRay:
         """What `take_place` returns or raises, by node; True by default."""
         self.statuses: dict[str, Any] = {}
         """What `poll_status` returns or raises, by node."""
-        self.gpus: list[list[str]] = []
+        self.places: list[tuple[list[str], int]] = []
+        """The GPUs and the process that each taken place had."""
         self.is_launched = True
         monkeypatch.setattr(module.ray, "kill", lambda actor: self.killed.append(actor.node_id))
         monkeypatch.setattr(module.ray, "wait", lambda refs, timeout: (refs, []))
@@ -44,8 +45,8 @@ class FakeRay:
     def _start(self, neighbor: ActorMetadata) -> StartingWorker:
         node_id = neighbor.node_id
 
-        def take_place(gpus: list[str]) -> Any:
-            self.gpus.append(gpus)
+        def take_place(gpus: list[str], predecessor: int) -> Any:
+            self.places.append((gpus, predecessor))
             return self.answers.get(node_id, True)
 
         actor = SimpleNamespace(
@@ -85,7 +86,7 @@ def test_standbys_on_nodes_that_the_run_leaves_end(fake: FakeRay) -> None:
 def test_a_standby_gets_the_gpus_of_the_worker_that_failed_on_its_node(fake: FakeRay) -> None:
     fake.keep("ab")
     worker = fake.standbys.take(metadata("b", "3"))
-    assert worker is not None and worker.metadata == metadata("b", "3") and fake.gpus == [["3"]]
+    assert worker is not None and worker.metadata == metadata("b", "3") and fake.places == [(["3"], 1)]
     assert fake.keep("ab", may_start=False) == ["a"] and fake.killed == []
     assert fake.standbys.take(metadata("b")) is None and fake.standbys.take(metadata("c")) is None
 

@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 
-from elastic_ddp.data.user_calls import CallRecords, describe_rows, process_state, record_calls, recorded
+from elastic_ddp.data.user_calls import CallRecords, describe_rows, record_calls, recorded
+from elastic_ddp.processes import process_state
 from tests.ranks import PROCESSES
 
 
