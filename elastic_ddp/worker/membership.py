@@ -130,6 +130,7 @@ class WorkerMembership:
         self._was_rank_0 = False
         self._has_restarted = False
         self._has_warmed_up = False
+        self._kept_assignment: Assignment | None = None  # in the generation that waits while this worker restarts
         self._num_broken = 0  # generations of the same members in a row that failed to form
 
     def restart(self, state: TrainState) -> None:
@@ -158,8 +159,9 @@ class WorkerMembership:
                 raise RestartTraining
             assignment = self._request_assignment(task)
             if assignment.source is None and self._has_warmed_up:
-                # No member has a state. This worker may be the first one, and its warm-up step has run the code of the
-                # block up to `optimize`, which can change more than the model and the optimizer.
+                # No member has a state. The run may start from this worker's, and its warm-up step has run the code of
+                # the block up to `optimize`, which can change more than the model and the optimizer. The others wait.
+                self._kept_assignment = assignment
                 raise RestartTraining
             self._num_broken = self._num_broken + 1 if assignment.same_members else 0
             try:
@@ -199,6 +201,9 @@ class WorkerMembership:
             self._feeds.wait()
 
     def _request_assignment(self, task: str | None) -> Assignment:
+        kept, self._kept_assignment = self._kept_assignment, None
+        if kept is not None:
+            return kept
         self.activity.enter("rendezvous")
         failure, self._failure = self._failure, None
         return self._client.join(

@@ -124,24 +124,29 @@ def test_a_standby_that_a_signal_ends_is_replaced_and_does_not_count(folder: Pat
 
 
 @pytest.mark.usefixtures("one_node")
-@pytest.mark.parametrize("resumed_from", [HELD_STEP, 0])
-def test_a_standby_resumes_a_run_whose_only_worker_was_killed(
-    folder: Path, calm: Mapping[str, Any], resumed_from: int
+@pytest.mark.parametrize(("workers", "resumed_from"), [(1, HELD_STEP), (1, 0), (2, HELD_STEP), (2, 0)])
+def test_a_standby_resumes_a_run_whose_workers_were_all_killed(
+    folder: Path, calm: Mapping[str, Any], workers: int, resumed_from: int
 ) -> None:
-    """From the newest commit, or from the start."""
-    settings = {} if resumed_from else {"checkpoint": {"every_steps": 1000}}
-    run = trial(folder, f"only-worker-{resumed_from}", 1, **settings)
+    """From the newest commit or from the start, alone or with a new worker that waits for it."""
+    settings: dict[str, Any] = {"min_workers": workers}
+    if not resumed_from:
+        settings["checkpoint"] = {"every_steps": 1000}
+    run = trial(folder, f"all-killed-{workers}-{resumed_from}", workers, **settings)
     with run.live() as (handle, result):
-        until(is_complete(handle, 1), result)
-        [worker], [standby] = pids(handle, "members"), pids(handle, "standbys")
-        os.kill(worker, signal.SIGKILL)
-        until(lambda: pids(handle, "members") == [standby], result)
+        until(is_complete(handle, workers), result)
+        members, [standby] = pids(handle, "members"), pids(handle, "standbys")
+        for worker in members:
+            os.kill(worker, signal.SIGKILL)
+        until(lambda: [event.generation for event in run.events("first_step")] == [1, 2], result)
+        assert standby in pids(handle, "members")
         end(run)
         summary = result.result().summary
     run.check_results(summary, calm)
-    # The standby has warmed up, so it restarts the training function in a generation of its own.
-    assert [generation["first_step"] for generation in summary["generations"]] == [0, resumed_from, resumed_from]
-    assert all_end({worker, standby})
+    # The standby has warmed up, so it restarts the training function, in the place that it got.
+    assert [generation["first_step"] for generation in summary["generations"]] == [0, resumed_from]
+    assert len(run.events("worker_lost")) == workers
+    assert all_end({*members, standby})
 
 
 @pytest.fixture

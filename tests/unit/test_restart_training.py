@@ -352,7 +352,11 @@ def test_a_failed_commit_in_a_generation_for_handover_does_not_end_the_run(
     assert client_of(run).steps_of("commit_failed") == [3] * times and len(client_of(run).joins) == 2 + times
 
 
-def test_a_newcomer_that_warmed_up_and_finds_no_state_builds_its_own_anew(new_run: NewRun) -> None:
+@pytest.mark.parametrize("peer_fails", [False, True])
+def test_a_newcomer_that_warmed_up_and_finds_no_state_restarts_and_keeps_its_place(
+    new_run: NewRun, monkeypatch: pytest.MonkeyPatch, peer_fails: bool
+) -> None:
+    """Its peers wait in the generation meanwhile. If one of them fails, it asks for another place."""
     run = new_run()
     client, model = client_of(run), prepared(run)
     client.planned_join = PlannedAssignment(1, 2, 0)
@@ -363,5 +367,10 @@ def test_a_newcomer_that_warmed_up_and_finds_no_state_builds_its_own_anew(new_ru
                 compute_gradients(step, model)
                 step.optimize()
     run._loop.restart()
+    if peer_fails:
+        aborts = iter([True])
+        monkeypatch.setattr(client, "on_failure", lambda abort: abort() if abort and next(aborts, False) else None)
     torch.manual_seed(0)  # as `new_run` does
-    assert train(Run(run._loop)) == train(new_run(folder="undisturbed")) and len(client.joins) == 2
+    assert train(Run(run._loop)) == train(new_run(folder="undisturbed"))
+    assert [failure is not None for failure in client.failures] == ([False, True] if peer_fails else [False])
+    assert [event["generation"] for event in client.events_of("generation")] == [2 if peer_fails else 1]
