@@ -18,9 +18,10 @@ from elastic_ddp.distributed.process_group import ProcessGroup
 from elastic_ddp.distributed.store import StoreConnection
 
 PROCESSES = multiprocessing.get_context("forkserver")
-# Otherwise each process imports these. The first DDP imports torch._dynamo, which takes a second or more.
+# Otherwise each process imports these, in a second or more of CPU time. The first DDP imports torch._dynamo, and the
+# module of most tests imports Ray Data.
 PROCESSES.set_forkserver_preload(
-    ["torch", "torch._dynamo", "torch.distributed.fsdp", "pytest", "elastic_ddp.worker.run"]
+    ["torch", "torch._dynamo", "torch.distributed.fsdp", "pytest", "ray.data", "elastic_ddp.worker.main"]
 )
 
 CPU = torch.device("cpu")
