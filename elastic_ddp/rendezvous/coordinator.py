@@ -21,7 +21,7 @@ from elastic_ddp.telemetry import events
 from elastic_ddp.telemetry.event import Event, TrainingEvent
 
 PREPARE_S = 5.0
-"""How long training continues while members read the first rows of their parts in the next generation."""
+"""How long, at most, training continues while members read the first rows of their parts in the next generation."""
 START_TIMEOUT_S = 120.0
 """Minimum time in which a worker must get ready to train; `hang_timeout_s` if that is longer."""
 STACKS_WITHIN_S = 2.0

@@ -19,6 +19,7 @@ import torch
 
 from elastic_ddp.config.run_config import DataConfig
 from elastic_ddp.data.feed import MicroBatchFeed
+from elastic_ddp.data.feed_cache import FeedCache
 from elastic_ddp.data.index import DatasetIndex, build_index
 from elastic_ddp.data.ingest import materialize
 from elastic_ddp.data.map_style import index_in_memory
@@ -131,6 +132,16 @@ def test_skipped_steps_do_not_change_later_ones(index: DatasetIndex) -> None:
                 assert batch.rows["noise"].tolist() == expected[step, batch.index][1]
         with pytest.raises(ValueError, match=r"step 30 .* step 31"):
             feed.skip_to(30)
+
+
+def test_a_prepared_feed_keeps_up_with_the_steps_although_it_holds_the_rows_of_one(index: DatasetIndex) -> None:
+    assert DataConfig().prefetch_micro_batches == NUM_MICRO_BATCHES
+    feeds = FeedCache(lambda micro_batches, step, _: make_feed(index, micro_batches=micro_batches, first_step=step))
+    for step in range(5, 10):
+        is_ready = feeds.prepare(tuple(range(NUM_MICRO_BATCHES)), step)
+        assert is_ready or step == 5
+        feeds.wait()
+    feeds.shut_down()
 
 
 def test_an_empty_micro_batch_has_rows_of_padding(tmp_path: Path) -> None:
