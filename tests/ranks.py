@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import multiprocessing
+import threading
 import traceback
 from collections.abc import Callable
 from functools import cache
@@ -75,6 +76,23 @@ def _results(answers: dict[Any, int]) -> list[Any]:
                 errors.append(f"rank {rank}: {error}")
     assert not errors, "\n".join(errors)
     return [by_rank[rank] for rank in sorted(by_rank)]
+
+
+def abort_when(group: ProcessGroup, key: str) -> None:
+    """Aborts the group when a rank sets a key of the store, as the rendezvous does when a worker has failed."""
+    place = group.assignment
+    store = dist.TCPStore(place.store_host, place.store_port, is_master=False)
+
+    def wait_and_abort() -> None:
+        store.wait([key])
+        group.abort()
+
+    threading.Thread(target=wait_and_abort, daemon=True).start()
+
+
+def set_key(group: ProcessGroup, key: str) -> None:
+    place = group.assignment
+    dist.TCPStore(place.store_host, place.store_port, is_master=False).set(key, "")
 
 
 def single_rank_group() -> ProcessGroup:

@@ -198,7 +198,7 @@ class StepBuffers:
             for end in self._first_end:
                 raw = end.contiguous()
                 # Rank 0 has micro-batch 0. As bytes, because gloo does not support every dtype.
-                dist.broadcast(ravel(raw).view(torch.uint8), 0)
+                group.wait(dist.broadcast(ravel(raw).view(torch.uint8), 0, async_op=True))
                 end.copy_(raw)
         total: Changes = fold_to_root(sums, num_leaves, _add)
         for buffer, start, rule, delta in zip(self._combined, self._start, self._rule_of, total, strict=False):
@@ -221,7 +221,9 @@ class StepBuffers:
                     own[row] = change.reshape(-1)
             gathered = buffer.new_empty(group.world_size, most, buffer.numel())
             # As bytes, because gloo does not support every dtype.
-            all_gather_single(ravel(gathered).view(torch.uint8), ravel(own).view(torch.uint8))
+            group.wait(
+                all_gather_single(ravel(gathered).view(torch.uint8), ravel(own).view(torch.uint8), async_op=True)
+            )
             for rank, nodes in enumerate(subtrees):
                 for row, node in enumerate(nodes):
                     sums[node].append(gathered[rank, row].view_as(buffer))

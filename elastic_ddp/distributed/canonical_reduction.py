@@ -64,6 +64,7 @@ class CanonicalReduction:
         self._stream = torch.cuda.Stream(group.device) if has_stream else None
         self._sums: dict[Node, list[torch.Tensor]] = {}  # of each subtree, a tensor or `_MOVED` for each parameter
         self._pending_gathers: list[Callable[[], None]] = []
+        self._gathers: list[dist.Work] = []  # that run on gloo
         self._last_micro_batch: int | None = None
         self._is_expected = False  # whether the last backward of the step runs
         self._is_zero = False
@@ -80,6 +81,7 @@ class CanonicalReduction:
         self._is_expected = False
         self._sums.clear()
         self._pending_gathers.clear()
+        self._gathers.clear()
         self._used.clear()
         self._means.clear()
 
@@ -162,9 +164,18 @@ class CanonicalReduction:
         reduce_and_gather = self._exchange(bucket, sums, done)
         if is_last:
             reduce_and_gather()
+            self._finish_gathers()
         else:
             self._pending_gathers.append(reduce_and_gather)
         return done
+
+    def _finish_gathers(self) -> None:
+        """Waits for gathers on gloo. DDP would wait for them as well, but no abort would end that."""
+        before = self._enter_phase("communication")
+        for gather in self._gathers:
+            self._group.wait(gather)
+        self._gathers.clear()
+        self._enter_phase(before)
 
     def _mean(self, sums: dict[Node, torch.Tensor]) -> torch.Tensor:
         """Returns the mean gradient, from subtree sums that together cover all micro-batches. It works in place."""
@@ -211,7 +222,7 @@ class CanonicalReduction:
         def reduce_and_gather() -> None:
             with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
                 before = self._enter_phase("communication")
-                exchange.wait()
+                self._group.wait(exchange)
                 self._enter_phase(before)
                 if self._stream is not None:
                     # After `wait`, the exchange no longer keeps its tensors. Their memory is from the stream of the
@@ -222,6 +233,8 @@ class CanonicalReduction:
                 own_mean = self._mean(chunks)
                 gathered = torch.empty_like(mean, device=transfer_device) if self._group.shares_device else mean
                 gather = all_gather_single(gathered, own_mean.to(transfer_device), async_op=True)
+            if transfer_device.type == "cpu":
+                self._gathers.append(gather)
             if self._may_be_unused:
                 self._means.append((parameters, mean))
 

@@ -16,7 +16,8 @@ Item = TypeVar("Item")
 class TransferWindow(Generic[Item]):
     """What this rank has begun to send or receive, oldest first. It is full with `max_items` or `max_bytes`."""
 
-    def __init__(self, *, max_items: int, max_bytes: int) -> None:
+    def __init__(self, group: ProcessGroup, *, max_items: int, max_bytes: int) -> None:
+        self._group = group
         self._max_items, self._max_bytes = max_items, max_bytes
         self._items: deque[tuple[Item, Sequence[Message], int]] = deque()
         self._num_bytes = 0
@@ -28,8 +29,7 @@ class TransferWindow(Generic[Item]):
     def finish_oldest(self) -> Item:
         """Waits for the messages of the oldest item and returns it. Raises if a peer failed; see `is_peer_failure`."""
         item, messages, num_bytes = self._items.popleft()
-        for message in messages:
-            message.wait()
+        self._group.finish(messages)
         self._num_bytes -= num_bytes
         return item
 

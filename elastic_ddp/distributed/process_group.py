@@ -6,9 +6,10 @@ import datetime
 import gc
 import json
 import re
+import threading
 import time
 import traceback
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ import torch.distributed as dist
 from elastic_ddp import torch_internals
 from elastic_ddp.distributed import nccl
 from elastic_ddp.distributed.assignment import Assignment
+from elastic_ddp.distributed.gloo_waits import MessageWaits, wait_for_collective
 from elastic_ddp.distributed.host_number import read
 from elastic_ddp.distributed.sockets import Socket, shut_down, tcp_sockets
 from elastic_ddp.distributed.store import StoreConnection
@@ -27,6 +29,8 @@ from elastic_ddp.errors import PeerFailedError
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 """Torch 2.13 renamed `all_gather_into_tensor`; 2.11 has only the old name."""
 
+GLOO_ENDS_S = 0.5
+"""How long the threads of an aborted group may take to end. Afterwards the worker goes on without waiting for them."""
 FORM_TIMEOUT_S = 1.0
 """Timeout of the first attempt to connect the ranks of a group, after all of them have arrived."""
 NCCL_CONNECTS_S, _RETRY_S = 10.0, 0.05
@@ -58,7 +62,10 @@ class Message:
         self._work, self._timeout = work, timeout
 
     def wait(self) -> None:
-        """Waits until the tensor is received, or its sender may change it. Call it once: gloo blocks a second time."""
+        """Waits until the tensor is received, or its sender may change it. Call it once: gloo blocks a second time.
+
+        An abort may not end it; see `ProcessGroup.finish`.
+        """
         self._work.wait(self._timeout)
 
 
@@ -82,6 +89,7 @@ class ProcessGroup:
     """The backend of CUDA tensors, from the end of `form` until the group is aborted."""
     _count: Callable[[], int] | None = field(default=None, repr=False)
     """Counts the collectives that this rank has begun, from the end of `form` until the group is closed."""
+    _waits: MessageWaits = field(default_factory=MessageWaits, repr=False)
 
     @property
     def rank(self) -> int:
@@ -216,13 +224,19 @@ class ProcessGroup:
         self._count = None
         if not dist.is_initialized():
             return
+        self._waits.close()
         if not intact:
             self.abort()
         # DDP's reducer, in a reference cycle, must not be the last to refer to the group: it would end gloo's threads
         # and wait for them with the GIL held, which they need to free tensors.
         gc.collect()
         if dist.is_initialized():
+            lost = [dist.group.WORLD] if not intact else []
             dist.destroy_process_group()
+            # The last reference ends gloo's threads and waits for them. One may wait for a message that gloo has lost.
+            ending = threading.Thread(target=lost.clear, name="end of a group", daemon=True)
+            ending.start()
+            ending.join(GLOO_ENDS_S)
 
     def num_collectives(self) -> int | None:
         """Returns how many collectives this rank has begun; None if the group is closed. Callable from any thread."""
@@ -257,6 +271,33 @@ class ProcessGroup:
                 raise PeerFailedError("a peer failed before the device had reduced the gradients")
         return value
 
+    def wait(self, work: dist.Work) -> None:
+        """Waits for a collective that was begun with `async_op=True`, on NCCL as its `wait` does.
+
+        Raises:
+            Exception: a peer failed; see `is_peer_failure`.
+        """
+        if self.transfer_device.type == "cuda":
+            work.wait()
+        else:
+            wait_for_collective(work, lambda: self.aborted)
+
+    def finish(self, messages: Sequence[Message]) -> None:
+        """Waits for messages whose tensors are on the CPU.
+
+        Raises:
+            Exception: a peer failed; see `is_peer_failure`.
+        """
+
+        if not messages:
+            return
+
+        def wait() -> None:
+            for message in messages:
+                message.wait()
+
+        self._waits.wait(wait, lambda: self.aborted)
+
     def begin_send(self, tensor: torch.Tensor, rank: int, tag: int) -> Message:
         """Starts to send a tensor to a rank, which receives it with the same tag."""
         return Message(dist.isend(tensor, rank, tag=tag), self._timeout)
@@ -266,18 +307,33 @@ class ProcessGroup:
 
     def broadcast_bytes(self, data: bytes | None, source: int = 0) -> bytes:
         """Returns the bytes of rank `source` on every rank. Collective; other ranks pass None."""
-        objects = [data]
-        if self.world_size > 1:
-            dist.broadcast_object_list(objects, source)
-        assert objects[0] is not None
-        return objects[0]
+        if self.world_size == 1:
+            assert data is not None
+            return data
+        size = torch.tensor([len(data or b"")])
+        self._finish(dist.broadcast(size, source, async_op=True))
+        content = _padded(data or b"", int(size))
+        self._finish(dist.broadcast(content, source, async_op=True))
+        return content.numpy().tobytes()
 
     def all_gather_bytes(self, data: bytes) -> list[bytes]:
         """Returns the bytes of every rank, in rank order. Collective; lengths may differ."""
-        gathered = [data] * self.world_size
-        if self.world_size > 1:
-            dist.all_gather_object(gathered, data)
-        return gathered
+        if self.world_size == 1:
+            return [data]
+        sizes = torch.empty(self.world_size, dtype=torch.int64)
+        self._finish(all_gather_single(sizes, torch.tensor([len(data)]), async_op=True))
+        content = _padded(data, int(sizes.max()))
+        gathered = content.new_empty(self.world_size, len(content))
+        self._finish(all_gather_single(gathered.view(-1), content, async_op=True))
+        return [row[:size].numpy().tobytes() for row, size in zip(gathered, sizes.tolist(), strict=True)]
+
+    def _finish(self, work: dist.Work) -> None:
+        wait_for_collective(work, lambda: self.aborted)
+
+
+def _padded(data: bytes, size: int) -> torch.Tensor:
+    """Returns bytes as a tensor of `size` bytes; the rest are zeros."""
+    return torch.frombuffer(bytearray(data.ljust(max(size, 1), b"\0")), dtype=torch.uint8)[:size]
 
 
 def is_peer_failure(error: BaseException) -> bool:

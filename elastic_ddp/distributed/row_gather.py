@@ -83,7 +83,7 @@ class RowGather:
         sent = torch.zeros(max(counts), own_rows.shape[1], dtype=torch.uint8, device=group.transfer_device)
         sent[: len(own_rows)] = own_rows
         received = sent.new_empty(group.world_size, *sent.shape)
-        all_gather_single(received.view(-1), sent.view(-1))
+        group.wait(all_gather_single(received.view(-1), sent.view(-1), async_op=True))
         everything = torch.cat([received[rank, :count] for rank, count in enumerate(counts)])
         columns = everything.split([part.shape[1] for part in parts], 1)
         return {

@@ -88,7 +88,9 @@ class _Chain:
         self._previous = ranks[index - 1] if index else None
         self._next = ranks[index + 1] if index + 1 < len(ranks) else None
         self._incoming, self._outgoing = (
-            TransferWindow[tuple[torch.Tensor, int]](max_items=MAX_CHUNKS_IN_FLIGHT, max_bytes=MAX_BYTES_IN_FLIGHT)
+            TransferWindow[tuple[torch.Tensor, int]](
+                group, max_items=MAX_CHUNKS_IN_FLIGHT, max_bytes=MAX_BYTES_IN_FLIGHT
+            )
             for _ in range(2)
         )
 

@@ -116,7 +116,7 @@ def _read_pieces(
     """
     error: Exception | None = None
     window = TransferWindow[tuple[SharedPiece, memoryview]](
-        max_items=PIECES_IN_FLIGHT, max_bytes=PIECES_IN_FLIGHT * MAX_PIECE_BYTES
+        group, max_items=PIECES_IN_FLIGHT, max_bytes=PIECES_IN_FLIGHT * MAX_PIECE_BYTES
     )
 
     def finish_oldest() -> None:

@@ -31,7 +31,7 @@ def users(number: int, world_size: int) -> list[int]:
 def transfer_all(group: ProcessGroup, max_items: int, max_bytes: int) -> dict[int, bool]:
     """For each piece that this rank needs, whether it arrived. Sources overwrite a piece once its transfer is over."""
     arrived: dict[int, bool] = {}
-    window = TransferWindow[tuple[int, bytearray]](max_items=max_items, max_bytes=max_bytes)
+    window = TransferWindow[tuple[int, bytearray]](group, max_items=max_items, max_bytes=max_bytes)
 
     def finish_oldest() -> None:
         number, data = window.finish_oldest()
@@ -61,7 +61,7 @@ def test_every_piece_arrives_on_all_ranks_that_need_it(max_items: int, max_bytes
 
 
 def test_a_window_is_full_at_its_number_of_items_or_bytes() -> None:
-    window = TransferWindow[str](max_items=2, max_bytes=100)
+    window = TransferWindow[str](single_rank_group(), max_items=2, max_bytes=100)
     window.add("a", [], 99)
     assert not window.is_full
     window.add("b", [], 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import threading
 import time
@@ -18,7 +19,8 @@ from elastic_ddp.distributed import nccl, process_group
 from elastic_ddp.distributed.assignment import Assignment
 from elastic_ddp.distributed.process_group import ProcessGroup, is_peer_failure
 from elastic_ddp.distributed.store import StoreConnection
-from tests.ranks import run_ranks, single_rank_group
+from elastic_ddp.processes import process_state
+from tests.ranks import abort_when, run_ranks, set_key, single_rank_group
 
 CPU = torch.device("cpu")
 
@@ -107,6 +109,64 @@ def fail_after_publishing_the_address(group: ProcessGroup, victim: int) -> float
 def test_a_rank_that_fails_before_it_connects_does_not_block_its_peers(victim: int) -> None:
     seconds = run_ranks(2, fail_after_publishing_the_address, victim)
     assert max(seconds) < 60
+
+
+NUM_BYTES = 128 << 20
+
+
+def transfer(group: ProcessGroup, data: torch.Tensor, how: str) -> None:
+    """Sends data from rank 1 to rank 0."""
+    if how == "broadcast":
+        group.wait(dist.broadcast(data, 1, async_op=True))
+    elif how == "message":
+        begin = group.begin_send if group.rank == 1 else group.begin_receive
+        group.finish([begin(data, 1 - group.rank, 0)])
+
+
+def abort_in_the_middle_of_a_message(group: ProcessGroup, how: str) -> tuple[bool, float]:
+    """Rank 0 stops rank 1 while it receives from it, and aborts. Returns whether that worked, and seconds after it."""
+    sender = int(group.all_gather_bytes(str(os.getpid()).encode())[1])
+    aborted_at: list[float] = []
+
+    def stop_the_sender(data: torch.Tensor) -> None:
+        while not data[1 << 20]:
+            time.sleep(1e-4)
+        os.kill(sender, signal.SIGSTOP)
+        while process_state(sender) != "T":
+            time.sleep(1e-3)
+        time.sleep(0.1)  # the bytes that it has sent arrive
+        if not data[-1]:
+            aborted_at.append(time.monotonic())
+            group.abort()
+        os.kill(sender, signal.SIGCONT)
+
+    if group.rank == 1:
+        abort_when(group, "rank 0 aborted")
+    failed = False
+    while not failed:  # until rank 1 was stopped in time
+        group.barrier()
+        data = torch.full([NUM_BYTES], group.rank, dtype=torch.uint8)
+        stopping = threading.Thread(target=stop_the_sender, args=(data,))
+        if group.rank == 0:
+            stopping.start()
+        try:
+            transfer(group, data, how)
+        except Exception as error:
+            assert is_peer_failure(error), error
+            failed = True
+        if group.rank == 0:
+            stopping.join()
+    if group.rank == 0:
+        set_key(group, "rank 0 aborted")
+    seconds = time.monotonic() - aborted_at[0] if aborted_at else 0.0
+    group.close(intact=False)
+    return bool(aborted_at), seconds
+
+
+@pytest.mark.parametrize("how", ["broadcast", "message"])
+def test_an_abort_ends_the_wait_for_a_message_of_which_a_part_was_received(how: str) -> None:
+    (did_abort, seconds), _ = run_ranks(2, abort_in_the_middle_of_a_message, how)
+    assert did_abort and seconds < 30  # the group's timeout is 60 s
 
 
 def abort_a_group_with_other_connections(group: ProcessGroup) -> float:

@@ -14,7 +14,7 @@ from elastic_ddp.distributed.process_group import ProcessGroup, is_peer_failure
 from elastic_ddp.distributed.state_transfer import check_same_model, transfer_state
 from elastic_ddp.errors import ConfigError
 from elastic_ddp.tensors.state_tree import flatten
-from tests.ranks import run_ranks
+from tests.ranks import abort_when, run_ranks, set_key
 
 
 def make_state(size: int = 1000) -> dict[str, Any]:
@@ -90,12 +90,14 @@ def fail_in_the_middle(group: ProcessGroup) -> str:
                 yield piece
 
         state_transfer._pieces = first_pieces
-    expected = KeyboardInterrupt if group.rank == 1 else RuntimeError
-    with pytest.raises(expected) as caught:
+    abort_when(group, "rank 1 failed")
+    with pytest.raises(KeyboardInterrupt if group.rank == 1 else Exception) as caught:
         transfer_state(make_state(size=50 << 20), group, source=0, receivers=(1, 2))
     is_failure = is_peer_failure(caught.value)
     del caught
     group.close(intact=False)
+    if group.rank == 1:
+        set_key(group, "rank 1 failed")
     return "a peer failed" if is_failure else "failed"
 
 
