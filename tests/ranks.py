@@ -19,10 +19,20 @@ from elastic_ddp.distributed.process_group import ProcessGroup
 from elastic_ddp.distributed.store import StoreConnection
 
 PROCESSES = multiprocessing.get_context("forkserver")
-# Otherwise each process imports these, in a second or more of CPU time. The first DDP imports torch._dynamo, and the
-# module of most tests imports Ray Data.
+# Otherwise each process imports these, in a second or more of CPU time. The first DDP imports torch._dynamo, the first
+# shard of FSDP torch.distributed.checkpoint, and the module of most tests Ray Data.
 PROCESSES.set_forkserver_preload(
-    ["torch", "torch._dynamo", "torch.distributed.fsdp", "pytest", "ray.data", "elastic_ddp.worker.main"]
+    [
+        "torch",
+        "torch._dynamo",
+        "torch.distributed.checkpoint",
+        "torch.distributed.fsdp",
+        "pytest",
+        "ray.data",
+        "elastic_ddp.distributed.ddp",
+        "elastic_ddp.distributed.fsdp",
+        "elastic_ddp.worker.main",
+    ]
 )
 
 CPU = torch.device("cpu")

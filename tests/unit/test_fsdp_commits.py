@@ -101,17 +101,16 @@ def _in_full(tree: Any) -> Any:
     return gather_full(tree).clone() if isinstance(tree, torch.Tensor) else tree
 
 
-def _save_all(group: ProcessGroup, folder: Path) -> dict[tuple[str, str], Everything]:
-    """Trains and saves with every strategy and optimizer; returns what was saved."""
+def _save_all(group: ProcessGroup, folder: Path, cases: list[tuple[str, str]]) -> dict[tuple[str, str], Everything]:
+    """Trains and saves with these strategies and optimizers; returns what was saved."""
     saved = {}
-    for strategy in STRATEGIES:
-        for optimizer in OPTIMIZERS:
-            config, state = _prepared(strategy, optimizer)
-            trained(group, config, state, ROWS, range(2))
-            state.registered["kept"] = UserState({**_tensors_of_all_kinds(), "plain": [1, math.nan, b"x"], "best": 0.5})
-            state.position = Position(2, 24, "a" * 64)
-            save(group, folder / f"{strategy}-{optimizer}", state.state_dict())
-            saved[strategy, optimizer] = everything(state)
+    for strategy, optimizer in cases:
+        config, state = _prepared(strategy, optimizer)
+        trained(group, config, state, ROWS, range(2))
+        state.registered["kept"] = UserState({**_tensors_of_all_kinds(), "plain": [1, math.nan, b"x"], "best": 0.5})
+        state.position = Position(2, 24, "a" * 64)
+        save(group, folder / f"{strategy}-{optimizer}", state.state_dict())
+        saved[strategy, optimizer] = everything(state)
     return saved
 
 
@@ -149,14 +148,24 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
     return [tree] if isinstance(tree, torch.Tensor) else []
 
 
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[Path, Everything]:
-    """The state in each folder with a commit."""
-    states = {}
+@pytest.fixture(
+    scope="module",
+    params=[1, pytest.param(len(OPTIMIZERS), marks=pytest.mark.chaos)],
+    ids=["one-optimizer", "each-optimizer"],
+)
+def saved(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> dict[Path, Everything]:
+    """The state in each folder with a commit: of each world size, each strategy and some of the optimizers.
+
+    With one optimizer each, the optimizers take turns.
+    """
+    states, turns = {}, itertools.cycle(OPTIMIZERS)
     for world_size in WORLD_SIZES:
         folder = tmp_path_factory.mktemp(f"world-of-{world_size}")
-        [of_rank_0, *_] = run_ranks(world_size, _save_all, folder)
+        cases = [(strategy, next(turns)) for strategy in STRATEGIES for _ in range(request.param)]
+        [of_rank_0, *_] = run_ranks(world_size, _save_all, folder, cases)
         states |= {folder / f"{strategy}-{optimizer}": state for (strategy, optimizer), state in of_rank_0.items()}
+    assert len(states) == len(WORLD_SIZES) * len(STRATEGIES) * request.param
+    assert {folder.name for folder in states} == {f"{s}-{o}" for s in STRATEGIES for o in OPTIMIZERS}
     return states
 
 
@@ -257,26 +266,37 @@ def _save_shards(group: ProcessGroup, folder: Path) -> None:
         save(group, folder, {"x": _shards_of_all_kinds(), "position": {"step": 0}})
 
 
-def _same_shards(group: ProcessGroup, folder: Path) -> dict[str, bool]:
-    """For each shard of this rank, whether it is restored bit for bit."""
-    expected, storage = _shards_of_all_kinds(), Storage(folder)
+def _same_shards(group: ProcessGroup, folders: list[Path]) -> dict[str, bool]:
+    """For each shard of this rank, whether it is restored bit for bit from each folder."""
+    expected = _shards_of_all_kinds()
     layout = {f"x.{name}": shard for name, shard in expected.items()}.get
-    restored = restore(CheckpointStore(storage, keep=1), storage, group, lambda: layout)
-    assert restored is not None
-    pairs = {name: (shard.to_local(), restored[1]["x"][name].to_local()) for name, shard in expected.items()}
-    return {
-        name: (a.shape, a.dtype) == (b.shape, b.dtype)
-        and a.contiguous().flatten().view(torch.uint8).equal(b.contiguous().flatten().view(torch.uint8))
-        for name, (a, b) in pairs.items()
-    }
+    same = {}
+    for folder in folders:
+        storage = Storage(folder)
+        restored = restore(CheckpointStore(storage, keep=1), storage, group, lambda: layout)
+        assert restored is not None
+        for name, shard in expected.items():
+            a, b = shard.to_local(), restored[1]["x"][name].to_local()
+            bits = a.contiguous().flatten().view(torch.uint8), b.contiguous().flatten().view(torch.uint8)
+            same[f"{name} of {folder.name}"] = (a.shape, a.dtype) == (b.shape, b.dtype) and bits[0].equal(bits[1])
+    return same
 
 
-@pytest.mark.parametrize("saved_on", WORLD_SIZES)
-def test_shards_of_every_dtype_are_restored_bit_for_bit_at_every_world_size(saved_on: int, tmp_path: Path) -> None:
-    run_ranks(saved_on, _save_shards, tmp_path)
-    for world_size in WORLD_SIZES:
-        for same in run_ranks(world_size, _same_shards, tmp_path):
-            assert len(same) == len(DTYPES) * len(SHAPES) and all(same.values()), same
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Folders with the shards that each world size saved."""
+    folders = [tmp_path_factory.mktemp(f"shards-of-{world_size}") for world_size in WORLD_SIZES]
+    for world_size, folder in zip(WORLD_SIZES, folders, strict=True):
+        run_ranks(world_size, _save_shards, folder)
+    return folders
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_shards_of_every_dtype_are_restored_bit_for_bit_at_every_world_size(
+    shards: list[Path], world_size: int
+) -> None:
+    for same in run_ranks(world_size, _same_shards, shards):
+        assert len(same) == len(DTYPES) * len(SHAPES) * len(shards) and all(same.values()), same
 
 
 class Average:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Iterator
 from typing import Any, ClassVar
@@ -225,74 +226,69 @@ def train(
     return result
 
 
-@pytest.mark.parametrize(
-    ("micro_batches", "micro_batch_size", "num_rows", "model_type"),
-    [
-        (6, 2, 1000, Model),
-        (6, 2, 1000, ImageModel),
-        (4, 2, 1000, Model),
-        (6, 2, 1000, ReassigningModel),
-        (6, 2, 1000, PartlyTrainedModel),
-        (7, 4, 7 * 6 + 3, Model),  # the last step has micro-batches of two and of three rows
-        (5, 3, 5 * 3 + 2, ImageModel),  # the last step has rows in two of its five micro-batches
-    ],
-    ids=[
-        "six",
-        "channels-last",
-        "four",
-        "reassigned-buffers",
-        "partly-trained",
-        "short-last-batch",
-        "empty-micro-batches",
-    ],
-)
-def test_weights_and_losses_have_the_same_bits_at_every_world_size(
-    micro_batches: int, micro_batch_size: int, num_rows: int, model_type: type[torch.nn.Module]
-) -> None:
-    config = config_of(global_batch_size=micro_batch_size * micro_batches, micro_batch_size=micro_batch_size)
-    expected = run_ranks(1, train, config, num_rows, model_type, 1e-3)[0]
-    for world_size in (2, 3, 4):
-        for result in run_ranks(world_size, train, config, num_rows, model_type, 1e-3):
-            assert result["weights"] == expected["weights"]
-            assert result["losses"] == expected["losses"]
-            assert result["samples"] == expected["samples"]
-            assert result["count"] == expected["count"]
-    if model_type is Model:
-        assert expected["constant"] == Model().constant.tolist()
+def of_size(micro_batches: int, micro_batch_size: int) -> RunConfig:
+    return config_of(global_batch_size=micro_batch_size * micro_batches, micro_batch_size=micro_batch_size)
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"precision": "bf16"},
-        {"ddp": {"gradient_as_bucket_view": False, "bucket_cap_mb": 0.001}},
-        {"ddp": {"find_unused_parameters": True}},
-        {"ddp": {"static_graph": True}},
-    ],
-    ids=["bf16", "copied-buckets", "find-unused", "static-graph"],
-)
-def test_ddp_options_and_precision_do_not_change_that(changes: dict[str, Any]) -> None:
-    config = config_of(**changes)
-    expected = run_ranks(1, train, config, 1000, Model)[0]
-    for world_size in (2, 4):
-        assert run_ranks(world_size, train, config, 1000, Model)[0]["weights"] == expected["weights"]
+SMALL_BUCKETS = {"bucket_cap_mb": 0.0001}
+CASES: dict[str, tuple[RunConfig, int, type[torch.nn.Module], float]] = {
+    "six": (of_size(6, 2), 1000, Model, 1e-3),
+    "channels-last": (of_size(6, 2), 1000, ImageModel, 1e-3),
+    "four": (of_size(4, 2), 1000, Model, 1e-3),
+    "reassigned-buffers": (of_size(6, 2), 1000, ReassigningModel, 1e-3),
+    "partly-trained": (of_size(6, 2), 1000, PartlyTrainedModel, 1e-3),
+    # The last step has micro-batches of two and of three rows; rows in two of its five micro-batches.
+    "short-last-batch": (of_size(7, 4), 7 * 6 + 3, Model, 1e-3),
+    "empty-micro-batches": (of_size(5, 3), 5 * 3 + 2, ImageModel, 1e-3),
+    "bf16": (config_of(precision="bf16"), 1000, Model, 0.0),
+    "copied-buckets": (config_of(ddp={"gradient_as_bucket_view": False, "bucket_cap_mb": 0.001}), 1000, Model, 0.0),
+    "find-unused": (config_of(ddp={"find_unused_parameters": True}), 1000, Model, 0.0),
+    "static-graph": (config_of(ddp={"static_graph": True}), 1000, Model, 0.0),
+    "sometimes-used": (config_of(ddp={"find_unused_parameters": True, **SMALL_BUCKETS}), 1000, SometimesModel, 0.0),
+    "shared-gradients": (config_of(ddp={"find_unused_parameters": True}), 1000, SummedModel, 0.0),
+}
+"""The arguments of `train`, by what is special about them."""
 
 
-def test_parameters_that_only_some_micro_batches_use_have_the_same_bits() -> None:
-    config = config_of(ddp={"find_unused_parameters": True, "bucket_cap_mb": 0.0001})
-    expected = run_ranks(1, train, config, 1000, SometimesModel)[0]
-    for world_size in (2, 3, 6):
-        for result in run_ranks(world_size, train, config, 1000, SometimesModel):
-            assert result["weights"] == expected["weights"]
-    ours, plain = expected["losses"], plain_sgd(1000, config, SometimesModel)
+Results = dict[int, list[dict[str, dict[str, Any]]]]
+"""What each rank returned in each case, by world size."""
+
+
+def train_each(group: ProcessGroup, names: list[str]) -> dict[str, dict[str, Any]]:
+    """Returns the results of these cases."""
+    results = {}
+    for name in names:
+        try:
+            results[name] = train(group, *CASES[name])
+        except Exception as error:
+            raise AssertionError(f"case {name}") from error
+    return results
+
+
+@pytest.fixture(scope="module")
+def results() -> Results:
+    """One group of each world size trains all cases, so that only five groups form."""
+    names = {1: [*CASES], 2: [*CASES], 3: [*CASES], 4: [*CASES], 6: ["sometimes-used", "shared-gradients"]}
+    return {world_size: run_ranks(world_size, train_each, cases) for world_size, cases in names.items()}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_weights_and_losses_have_the_same_bits_at_every_world_size(results: Results, case: str) -> None:
+    [expected] = results[1]
+    for result in itertools.chain.from_iterable(results.values()):
+        assert result.get(case, expected[case]) == expected[case]
+    if CASES[case][2] is Model:
+        assert expected[case]["constant"] == Model().constant.tolist()
+
+
+def test_parameters_that_only_some_micro_batches_use_are_trained_on_the_mean(results: Results) -> None:
+    ours, plain = results[1][0]["sometimes-used"]["losses"], plain_sgd(1000, config_of(), SometimesModel)
     assert ours == pytest.approx(plain, rel=1e-4)
 
 
-def test_gradients_that_share_memory_are_counted_once() -> None:
-    find_unused, plain = config_of(ddp={"find_unused_parameters": True}), config_of()
-    expected = run_ranks(1, train, plain, 1000, SummedModel)[0]
-    for world_size in (1, 2, 6):
-        assert run_ranks(world_size, train, find_unused, 1000, SummedModel)[0]["weights"] == expected["weights"]
+def test_gradients_that_share_memory_are_counted_once(results: Results) -> None:
+    expected = run_ranks(1, train, config_of(), 1000, SummedModel)[0]
+    assert results[1][0]["shared-gradients"]["weights"] == expected["weights"]
 
 
 @pytest.mark.parametrize("reduction", ["canonical", "native"])

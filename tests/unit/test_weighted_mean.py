@@ -53,6 +53,11 @@ def on_a_rank(group: ProcessGroup, config: RunConfig, num_rows: int) -> dict[str
     return run_steps(group, config, Net(), weighted_step, num_rows=num_rows)
 
 
+def on_data_of_both_sizes(group: ProcessGroup, config: RunConfig) -> dict[int, dict[str, Any]]:
+    """The last steps of the short epochs have micro-batches of one row, and of none."""
+    return {num_rows: on_a_rank(group, config, num_rows) for num_rows in (1000, 45)}
+
+
 def expected_step(num_rows: int) -> tuple[float, list[float]]:
     """The loss and the gradient of the first step, over all tokens of the global batch at once."""
     torch.manual_seed(7)
@@ -67,14 +72,14 @@ def expected_step(num_rows: int) -> tuple[float, list[float]]:
 @pytest.mark.parametrize("changes", [{}, {"ddp": {"find_unused_parameters": True}}, {"clip_grad_norm": 0.1}])
 def test_weighted_steps_have_the_same_bits_at_every_world_size(changes: dict[str, Any]) -> None:
     config = config_of(**changes)
-    for num_rows in (1000, 45):  # the last steps of the short epochs have micro-batches of one row, and of none
-        [expected] = run_ranks(1, on_a_rank, config, num_rows)
-        for world_size in (2, 3):
-            assert run_ranks(world_size, on_a_rank, config, num_rows) == [expected] * world_size
+    [expected] = run_ranks(1, on_data_of_both_sizes, config)
+    for world_size in (2, 3):
+        assert run_ranks(world_size, on_data_of_both_sizes, config) == [expected] * world_size
+    for num_rows, result in expected.items():
         loss, gradient = expected_step(num_rows)
-        assert expected["losses"][0] == pytest.approx(loss, rel=1e-6)
-        assert expected["returned"][0] == pytest.approx(gradient, rel=1e-4, abs=1e-7)
-        assert np.isfinite(expected["losses"]).all()
+        assert result["losses"][0] == pytest.approx(loss, rel=1e-6)
+        assert result["returned"][0] == pytest.approx(gradient, rel=1e-4, abs=1e-7)
+        assert np.isfinite(result["losses"]).all()
 
 
 @pytest.mark.parametrize("changes", [{"reduction": "native"}, {"strategy": "fsdp"}])
