@@ -27,6 +27,7 @@ ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = [str(ROOT), str(ROOT / "benchmarks"), str(ROOT / "examples")]
 sys.path[:0] = FOLDERS
 
+from arguments import positive_int  # noqa: E402
 from saves.state import TENSOR_KIB  # noqa: E402
 
 from elastic_ddp.checkpoint.pieces import MAX_PIECE_BYTES  # noqa: E402
@@ -196,10 +197,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results/checkpoint.json"))
     parser.add_argument("--parts", default=",".join(PARTS), help="the parts to run, separated by commas")
-    parser.add_argument("--size-mib", type=int, default=512, help="size of the state")
-    parser.add_argument("--tensor-kib", type=int, default=TENSOR_KIB, help="size of its tensors (held, throughput)")
+    parser.add_argument("--size-mib", type=positive_int, default=512, help="size of the state")
+    parser.add_argument(
+        "--tensor-kib", type=positive_int, default=TENSOR_KIB, help="size of its tensors (held, throughput)"
+    )
     parser.add_argument("--limit-mibs", type=float, help="limit of a rank's MiB/s to or from the storage (throughput)")
-    parser.add_argument("--rounds", type=int, default=9, help="rounds of each side; medians are reported")
+    parser.add_argument("--rounds", type=positive_int, default=9, help="rounds of each side; medians are reported")
     parser.add_argument("--folder", help="folder for commits on disk; a temporary one by default")
     parser.add_argument("--gpu", action="store_true", help="put the state on a GPU that two ranks share (held)")
     parser.add_argument(

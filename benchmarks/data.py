@@ -30,6 +30,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import ray
 import torch
+from arguments import positive_int
 from map_style import measure_map_style
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
@@ -317,8 +318,8 @@ def rows_of(lane: Lane, rows_per_group: int) -> np.ndarray:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results/data.json"))
-    parser.add_argument("--pairs", type=int, default=5, help="number of measurements of each side")
-    parser.add_argument("--rows", type=int, default=200_000, help="number of rows of 1 KiB in the data set")
+    parser.add_argument("--pairs", type=positive_int, default=5, help="number of measurements of each side")
+    parser.add_argument("--rows", type=positive_int, default=200_000, help="number of rows of 1 KiB in the data set")
     arguments = parser.parse_args()
     cores = os.cpu_count() or 1
     ray.init("local", num_cpus=cores, include_dashboard=False, logging_level="warning", log_to_driver=False)

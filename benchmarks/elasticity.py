@@ -28,6 +28,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from arguments import positive_int
 from peers import report
 from peers.measures import Event, has_begun, is_settled, measure
 from peers.ours import ElasticDDP
@@ -191,7 +192,7 @@ def main() -> None:
     peers = [name for name in SYSTEMS if name != ElasticDDP.about.name]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--peers", default="", help=f"all, or a comma-separated list of {','.join(peers)}")
-    parser.add_argument("--repeats", type=int, default=3, help="of each event on each system")
+    parser.add_argument("--repeats", type=positive_int, default=3, help="of each event on each system")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/elasticity"), help="folder of the results")
     parser.add_argument(
         "--events",

@@ -38,6 +38,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks"), str(ROOT / "examples")]
 
 import torch  # noqa: E402
+from arguments import positive_int  # noqa: E402
 from gpu_parts import shared_gpu  # noqa: E402
 from gpu_parts.figures import print_gaps, print_save, print_steps, summarize  # noqa: E402
 from gpu_parts.host import MODES  # noqa: E402
@@ -324,8 +325,8 @@ def parse() -> argparse.Namespace:
         help="the models that are compiled as well: large, small, none; by default small, and none on a CPU",
     )
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: tiny models, to try the code")
-    parser.add_argument("--ranks", type=int, default=1, help="ranks that share the GPU, for the part overlap")
-    parser.add_argument("--rounds", type=int, default=5, help="turns of each side")
+    parser.add_argument("--ranks", type=positive_int, default=1, help="ranks that share the GPU, for the part overlap")
+    parser.add_argument("--rounds", type=positive_int, default=5, help="turns of each side")
     parser.add_argument("--turn-s", type=float, default=1.0, help="seconds of a turn, at least four steps")
     parser.add_argument("--seconds", type=float, default=300.0, help="after these, parts that are left are skipped")
     parser.add_argument(

@@ -12,6 +12,7 @@ import math
 import random
 from typing import Any, NamedTuple
 
+from arguments import positive_int
 from rich.console import Console
 from rich.table import Table
 
@@ -89,7 +90,7 @@ def lost_share(stall_s: float, fixed_s: float | None, sessions_s: list[float]) -
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--failures", type=int, default=300)
+    parser.add_argument("--failures", type=positive_int, default=300)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     table = Table(title="lost, % of the time", box=None, padding=(0, 2))

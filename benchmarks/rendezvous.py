@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
+from arguments import positive_int
 from rich.console import Console
 from rich.table import Table
 
@@ -78,8 +79,8 @@ def measure(num_members: int) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--members", type=int, nargs="+", default=[10, 100, 1000])
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--members", type=positive_int, nargs="+", default=[10, 100, 1000])
+    parser.add_argument("--repeats", type=positive_int, default=5)
     options = parser.parse_args()
     ray.init("local", num_cpus=1, include_dashboard=False, logging_level="WARNING")
     table = Table(

@@ -29,6 +29,7 @@ FOLDERS = [str(ROOT), str(ROOT / "benchmarks"), str(ROOT / "examples")]
 sys.path[:0] = FOLDERS
 
 import torch  # noqa: E402
+from arguments import positive_int  # noqa: E402
 from gpt import GPT, next_byte_loss  # noqa: E402
 from machine import busy_seconds, describe_machine, processes_below  # noqa: E402
 from rich.console import Console  # noqa: E402
@@ -172,8 +173,10 @@ def main() -> None:
     modes.add_argument("--strong", action="store_const", dest="mode", const="strong", help="the default")
     modes.add_argument("--weak", action="store_const", dest="mode", const="weak")
     parser.add_argument("--gpu", action="store_true", help="one GPU for each worker")
-    parser.add_argument("--steps", type=int, default=50, help="measured steps of each run")
-    parser.add_argument("--micro-batches", type=int, default=2, help="of a worker and step, with the most workers")
+    parser.add_argument("--steps", type=positive_int, default=50, help="measured steps of each run")
+    parser.add_argument(
+        "--micro-batches", type=positive_int, default=2, help="of a worker and step, with the most workers"
+    )
     parser.add_argument("--reduction", choices=["canonical", "native"], default="canonical")
     parser.add_argument("--output", type=Path, help="JSON; default benchmarks/results/scaling-MODE.json")
     parser.add_argument("--fit", type=Path, help=argparse.SUPPRESS)

@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from arguments import positive_int
 from elasticity import trigger, wait_until
 from peers import report
 from peers.measures import has_begun
@@ -58,7 +59,7 @@ def measure_run(make: type[ElasticDDP], scratch: Path, *, kills: int, timeout_s:
             memory = {"standby_mib": memory_mib(standbys), "all_mib": memory_mib(tree(os.getpid()))}
             killed = trigger("kill", system, number % WORKERS, timeout_s=timeout_s, workers=WORKERS)
             figures.append({**killed, **memory})
-            console.print(f"{make.standby_workers} standbys: {describe(figures[-1])}", highlight=False)
+            console.print(f"standby_workers = {make.standby_workers}: {describe(figures[-1])}", highlight=False)
     finally:
         system.stop()
     return figures
@@ -70,10 +71,31 @@ def describe(figures: dict[str, Any]) -> str:
     return f"full strength after {figures['all_at_work_after_s']:.1f} s, stall {figures['stall_s']:.2f} s"
 
 
+def print_table(sides: dict[str, list[dict[str, Any]]], timeout_s: float) -> None:
+    """Prints the figures of all kills, by `standby_workers`. Raises SystemExit if a side recovered from none."""
+    table = Table("standby_workers", "full strength after, s", "stall, s", "kills", "MiB of standby", "MiB of all")
+    for name, figures in sides.items():
+        done = [kill for kill in figures if kill["recovered"]]
+        if not done:
+            raise SystemExit(
+                f"With standby_workers = {name}, the run recovered from no kill within {timeout_s:g} s. Run this on an "
+                f"idle machine, or raise --timeout-s."
+            )
+        table.add_row(
+            name,
+            report.spread([kill["all_at_work_after_s"] for kill in done], 1),
+            report.spread([kill["changes"][0]["stall_s"] for kill in done]),
+            f"{len(done)} of {len(figures)}",
+            report.spread([kill["standby_mib"] for kill in done], 0),
+            report.spread([kill["all_mib"] for kill in done], 0),
+        )
+    console.print(table)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=3, help="runs of each side")
-    parser.add_argument("--kills", type=int, default=3, help="kills in each run")
+    parser.add_argument("--repeats", type=positive_int, default=3, help="runs of each side")
+    parser.add_argument("--kills", type=positive_int, default=3, help="kills in each run")
     parser.add_argument("--timeout-s", type=float, default=120.0, help="seconds that a run has to recover")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/standby"), help="folder of the results")
     options = parser.parse_args()
@@ -85,18 +107,7 @@ def main() -> None:
             for make, figures in zip((ElasticDDP, WithStandby), sides.values(), strict=True):
                 figures += measure_run(make, Path(scratch), kills=options.kills, timeout_s=options.timeout_s)
                 (options.out / "results.json").write_text(json.dumps(sides, indent=2) + "\n")
-    table = Table("standbys", "full strength after, s", "stall, s", "kills", "MiB of standby", "MiB of all")
-    for name, figures in sides.items():
-        done = [kill for kill in figures if kill["recovered"]]
-        table.add_row(
-            name,
-            report.spread([kill["all_at_work_after_s"] for kill in done], 1),
-            report.spread([kill["changes"][0]["stall_s"] for kill in done]),
-            f"{len(done)} of {len(figures)}",
-            report.spread([kill["standby_mib"] for kill in done], 0),
-            report.spread([kill["all_mib"] for kill in done], 0),
-        )
-    console.print(table)
+    print_table(sides, options.timeout_s)
 
 
 if __name__ == "__main__":

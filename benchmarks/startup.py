@@ -5,8 +5,9 @@ cores. A table has the start and the end of each part in seconds after the comma
 overlap. A second table has the parts of a replacement, in seconds after a worker is killed (SIGKILL). Figures are
 medians over rounds; of processes that start together, the first start and the last end count.
 
-The CPU time until the first step, of all processes of the run together, is the figure to compare on a machine with
-other work. `startup_parts/sitecustomize.py` notes the times in all processes of Python.
+A round takes about a minute on two cores, and the default is five rounds. Run it on an idle machine: other programs
+make each part longer. On a machine with other work, compare the CPU time until the first step, of all processes of the
+run together. `startup_parts/sitecustomize.py` notes the times in all processes of Python.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ sys.path[:0] = FOLDERS[1:]
 import numpy as np  # noqa: E402
 import pyarrow as pa  # noqa: E402
 import pyarrow.parquet as pq  # noqa: E402
+from arguments import positive_int  # noqa: E402
 from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
 from steps import busy_seconds, describe_machine, processes_below  # noqa: E402
@@ -255,8 +257,9 @@ def print_tables(results: dict[str, Any]) -> None:
         for row, seconds in figures["cpu_s_of_imports"].items():
             table.add_row(row, f"{seconds:.2f}")
         console.print(table)
-        console.print(f"from the command to the end of the first step: {figures['first_step_s']:.1f} s ({TARGET_S:g})")
-        console.print(f"CPU time until then: {figures['cpu_s']:.1f} s, others: {figures['foreign_cpu_s']:.1f} s")
+        first_step_s, foreign_cpu_s = figures["first_step_s"], figures["foreign_cpu_s"]
+        console.print(f"from the command to the end of the first step: {first_step_s:.1f} s; target {TARGET_S:g} s")
+        console.print(f"CPU time until then: {figures['cpu_s']:.1f} s; of other programs: {foreign_cpu_s:.1f} s")
         console.print(f"from the last step to the end of the command: {figures['end_s']:.1f} s")
     if "replacement" in results:
         console.print(f"from SIGKILL to all workers: {results['replacement']['median']['whole_s']:.1f} s")
@@ -264,9 +267,9 @@ def print_tables(results: dict[str, Any]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--cores", type=int, default=2, help="cores of the machine that the run may use")
+    parser.add_argument("--rounds", type=positive_int, default=5, help="rounds of each part; medians are reported")
+    parser.add_argument("--workers", type=positive_int, default=2, help="workers of the run")
+    parser.add_argument("--cores", type=positive_int, default=2, help="cores of the machine that the run may use")
     parser.add_argument("--parts", default="start,replacement", help="comma-separated: start, replacement")
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results/startup.json"))
     options = parser.parse_args()

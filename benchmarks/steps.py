@@ -42,6 +42,7 @@ from torch.nn.parallel import DistributedDataParallel
 EXAMPLES = str(Path(__file__).resolve().parents[1] / "examples")
 sys.path.insert(0, EXAMPLES)
 
+from arguments import positive_int  # noqa: E402
 from gpt import GPT, next_byte_loss  # noqa: E402
 from machine import busy_seconds, describe_machine, kill_all, processes_below, signal_all  # noqa: E402
 from windows import endless_batches, write_random_windows  # noqa: E402
@@ -296,14 +297,14 @@ def print_table(results: dict[str, Any], output: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, help="default benchmarks/results/steps.json, or steps-phases.json")
-    parser.add_argument("--rounds", type=int, default=12, help="number of turns of each side")
+    parser.add_argument("--rounds", type=positive_int, default=12, help="number of turns of each side")
     parser.add_argument("--turn-s", type=float, default=10.0, help="seconds per turn; a turn has at least three steps")
     parser.add_argument(
         "--patience-s", type=float, default=600.0, help="seconds during which disturbed turns are repeated"
     )
-    parser.add_argument("--workers", type=int, default=2, help="world size")
+    parser.add_argument("--workers", type=positive_int, default=2, help="world size")
     parser.add_argument(
-        "--accumulate", type=int, nargs="+", default=[1, 4], help="micro-batches per worker and step, M/W"
+        "--accumulate", type=positive_int, nargs="+", default=[1, 4], help="micro-batches per worker and step, M/W"
     )
     parser.add_argument("--phases", action="store_true", help="what it costs to measure the phases of steps")
     for hidden in ("--side", "--data", "--folder"):  # passed to the processes of a side

@@ -1,9 +1,15 @@
 """Several NCCL ranks on one GPU: bits, failures of each rank at each place, joins, drains, FSDP, and leaks.
 
-NCCL 2.30 or newer can share a GPU. A newer library than torch's own is preloaded, with one block for each kernel:
+NCCL 2.30 or newer can share a GPU. If torch's own NCCL is older (`torch.cuda.nccl.version()`), preload the library of
+the package `nvidia-nccl-cu13`, or `nvidia-nccl-cu12` for a torch with CUDA 12. Install it into a folder of its own,
+because torch pins the version in its environment:
 
-    LD_PRELOAD=/path/to/libnccl.so.2 NCCL_MULTI_RANK_GPU_ENABLE=1 NCCL_NVLS_ENABLE=0 NCCL_MAX_CTAS=1 \\
+    pip install --no-deps --target nccl 'nvidia-nccl-cu13>=2.30'
+    LD_PRELOAD=$PWD/nccl/nvidia/nccl/lib/libnccl.so.2 NCCL_MULTI_RANK_GPU_ENABLE=1 NCCL_NVLS_ENABLE=0 NCCL_MAX_CTAS=1 \\
         pytest tests/gpu/test_several_ranks.py -s
+
+`NCCL_NVLS_ENABLE=0` turns off reductions in NVLink switches (NVLink SHARP), which ranks on one GPU cannot use.
+`NCCL_MAX_CTAS=1` gives each kernel of NCCL one block, so that the kernels of all ranks fit on the GPU together.
 
 The memory that generations leave behind is read off the device, so run that test without others beside it.
 

@@ -9,11 +9,13 @@ import sys
 from functools import reduce
 from itertools import pairwise
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
+import standby
 import startup as benchmark
 from startup_parts import sitecustomize as notes
 
@@ -53,3 +55,19 @@ def test_parts_run_from_the_first_start_to_the_last_end_of_processes() -> None:
     rounds = [{"first_step_s": at, "parts": {"a": (0.0, at), "b": (at, 2 * at)}} for at in (1.0, 3.0, 2.0)]
     median = benchmark.medians(rounds)
     assert median == {"first_step_s": 2.0, "parts": {"a": (0.0, 2.0), "b": (2.0, 4.0)}}
+
+
+@pytest.mark.parametrize(("module", "option"), [(benchmark, "--rounds"), (standby, "--repeats"), (standby, "--kills")])
+def test_benchmarks_refuse_to_measure_zero_times(
+    module: ModuleType, option: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["benchmark.py", option, "0"])
+    with pytest.raises(SystemExit):
+        module.main()
+    assert f"argument {option}: '0' is not a whole number of at least 1" in capsys.readouterr().err
+
+
+def test_the_benchmark_of_standbys_reports_that_no_kill_recovered() -> None:
+    failed = {"recovered": False, "outcome": "no step for 120 s"}
+    with pytest.raises(SystemExit, match=r"^With standby_workers = 0, the run recovered from no kill within 120 s\."):
+        standby.print_table({"0": [failed], "1": []}, 120.0)
