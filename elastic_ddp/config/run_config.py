@@ -190,12 +190,11 @@ class RunConfig(Settings):
     max_workers: PositiveInt = 1
     """Largest number of workers to train with. At most `global_batch_size / micro_batch_size`."""
     standby_workers: Annotated[int, Field(ge=0, le=MAX_STEP)] = 0
-    """Number of standbys on each node that has a worker: processes that have imported and built everything, and take
-    the place of a worker that fails there. A standby reserves no resources and no GPU memory, but needs the host memory
-    of a worker."""
+    """Number of standbys on each node with workers, at most `max_workers`: processes that have built everything and
+    replace a worker that fails there. A standby reserves no resources and no GPU memory, but uses host memory."""
     even_micro_batches: bool = False
     """Train only with numbers of workers that divide the micro-batches of a step, so that every worker has as many.
-    Other ready workers stand by. Set it if the training function runs collectives for each micro-batch."""
+    Other ready workers wait. Set it if the training function runs collectives for each micro-batch."""
     resources_per_worker: dict[str, Annotated[float, Field(ge=0, allow_inf_nan=False)]] = Field(
         default_factory=lambda: {"CPU": 1.0}
     )
@@ -306,6 +305,11 @@ class RunConfig(Settings):
             raise ValueError(
                 f"min_workers={self.min_workers} is above max_workers={self.max_workers}; "
                 f"raise max_workers or use min_workers={self.max_workers}"
+            )
+        if self.standby_workers > self.max_workers:
+            raise ValueError(
+                f"standby_workers={self.standby_workers} is above max_workers={self.max_workers}, and a node has no "
+                f"more workers to replace; use standby_workers={self.max_workers} or less, or raise max_workers"
             )
         if self.max_workers > self.num_micro_batches:
             raise ValueError(

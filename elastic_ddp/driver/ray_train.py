@@ -122,6 +122,7 @@ def _run_worker(job: Job, rendezvous: RendezvousHandle) -> None:
         node=ray.util.get_node_ip_address(),
         node_id=str(node_id),
         pid=os.getpid(),
+        is_standby=is_standby,
     )
     resources: dict[str, float] = next((node["Resources"] for node in ray.nodes() if node["NodeID"] == node_id), {})
     # A standby will see one GPU, and must not look for it before it has a place.

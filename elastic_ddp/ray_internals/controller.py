@@ -36,7 +36,7 @@ from elastic_ddp.ray_internals.nodes import draining_nodes
 from elastic_ddp.ray_internals.scaling import LimitedScalingPolicy, autoscaled_nodes, shorten_intervals
 from elastic_ddp.ray_internals.start_backoff import StartBackoff
 from elastic_ddp.ray_internals.worker_group import ElasticWorkerGroup, actor_id
-from elastic_ddp.ray_internals.worker_states import WorkerStates, classify_workers
+from elastic_ddp.ray_internals.worker_states import WorkerStates, classify_workers, death_cause
 from elastic_ddp.telemetry.events import StartFailed
 
 if TYPE_CHECKING:
@@ -56,8 +56,6 @@ MIN_DRAIN_S = 0.1
 DISMISSED_EXIT_S = 5.0
 """How long a dismissed worker may take to exit, in addition to `save_within_s`."""
 
-_EXIT_DETAIL, _CONNECTION_CLOSED = "Worker exit detail: ", "connection error code 2"
-"""Parts of Ray's message about a process that has exited."""
 _VERBOSE_LOGGERS = ("scaling_policy", "worker_group", "failure_handling.default")
 """They log each poll of the cluster, each try to start workers, and each failed worker as a failed run."""
 
@@ -280,14 +278,6 @@ class ElasticController(TrainController):
 def counts_as_failure(worker: Worker, directives: WorkerDirectives) -> bool:
     """Returns whether a failed worker counts: not if it never trained while others do, nor if its node is drained."""
     return actor_id(worker) not in directives.newcomers and worker.metadata.node_id not in directives.avoid
-
-
-def death_cause(error: Exception) -> str:
-    """Returns what Ray knows about the end of a process; empty if it only saw the connection close."""
-    text = str(error)
-    if _CONNECTION_CLOSED in text:
-        return ""
-    return text.partition(_EXIT_DETAIL)[2] or text.strip().rpartition("\n")[2]
 
 
 def start_failure(error: TrainingFailedError) -> str | None:

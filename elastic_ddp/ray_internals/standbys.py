@@ -15,6 +15,9 @@ from typing import TYPE_CHECKING, Any
 import ray
 from ray.exceptions import RayError
 
+from elastic_ddp.ray_internals.worker_states import death_cause
+from elastic_ddp.telemetry.event import EXITED
+
 if TYPE_CHECKING:
     from ray.train.v2._internal.execution.worker_group import ActorMetadata
     from ray.train.v2._internal.execution.worker_group.worker import Worker
@@ -52,6 +55,7 @@ class StartingWorker:
 @dataclasses.dataclass
 class _Standby:
     node_id: str
+    node: str
     starting: StartingWorker
     is_running: bool = False
     """Whether it runs the training function; `starting.pending` then polls its status."""
@@ -78,7 +82,7 @@ class Standbys:
                 self._end(standby)
         missing = Counter(dict.fromkeys(nodes, num_per_node)) - Counter(each.node_id for each in self._standbys)
         for node_id in missing.elements() if may_start else ():
-            self._standbys.append(_Standby(node_id, self._start(nodes[node_id])))
+            self._standbys.append(_Standby(node_id, nodes[node_id].node_ip, self._start(nodes[node_id])))
 
     def advance(self) -> int:
         """Moves starting standbys forward. Returns how many standbys have failed."""
@@ -92,11 +96,12 @@ class Standbys:
                         continue
                 elif not ray.wait([standby.starting.pending], timeout=0)[0]:
                     continue
-                elif not (status := ray.get(standby.starting.pending)).running:
-                    raise RuntimeError("its training function has ended") from status.error
+                elif not ray.get(standby.starting.pending).running:
+                    raise RuntimeError("its training function has ended")
                 standby.starting.pending = standby.starting.actor.poll_status.remote()
             except (RayError, TimeoutError, RuntimeError) as error:
-                _log.warning("a standby failed: %s", str(error.__cause__ or error).strip().rpartition("\n")[2])
+                if not standby.is_running:  # otherwise the rendezvous reports it
+                    _log.warning("a standby on %s failed to start: %s", standby.node, death_cause(error) or EXITED)
                 self._end(standby)
                 num_failed += 1
         return num_failed
@@ -113,9 +118,9 @@ class Standbys:
                     worker.metadata = dataclasses.replace(worker.metadata, accelerator_ids=other.accelerator_ids)
                     return worker
                 reason = "it has used CUDA on another GPU"
-            except RayError as error:
-                reason = str(error)
-            _log.warning("a standby could not take a place: %s", reason)
+            except RayError:  # it has just died, or its node is cut off
+                reason = "it did not answer"
+            _log.warning("a standby on %s could not take the place of a worker: %s", standby.node, reason)
             self._end(standby)
         return None
 

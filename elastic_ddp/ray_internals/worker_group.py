@@ -38,6 +38,8 @@ from elastic_ddp import signals, standby
 from elastic_ddp.ray_internals.messages import mark_messages
 from elastic_ddp.ray_internals.scaling import NODE_ID
 from elastic_ddp.ray_internals.standbys import Standbys, StartingWorker
+from elastic_ddp.ray_internals.worker_states import death_cause
+from elastic_ddp.telemetry.event import EXITED
 
 _log = logging.getLogger(__name__)
 
@@ -233,7 +235,7 @@ class ElasticWorkerGroup(WorkerGroup):
                 else:
                     starting.check_timeout()
             except (RayError, TimeoutError) as error:
-                _log.warning("a new worker failed to start: %s", error)
+                _log.warning("a new worker failed to start: %s", death_cause(error) or EXITED)
                 self._cancel(starting)
                 num_failed += 1
         if started:

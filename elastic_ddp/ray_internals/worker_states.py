@@ -1,4 +1,4 @@
-"""Classifies the workers of a group: which of them train, have failed, or are leaving. No Ray, plain values."""
+"""Classifies the workers of a group: which train, have failed and why, or are leaving. No Ray, plain values."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from elastic_ddp.rendezvous.messages import WorkerDirectives
+
+_EXIT_DETAIL, _CONNECTION_CLOSED = "Worker exit detail: ", "connection error code 2"
+"""Parts of Ray's message about a process that has exited."""
 
 
 @dataclass(frozen=True)
@@ -63,3 +66,11 @@ def classify_workers(
         exited=frozenset(rank for rank in dismissed if rank in ended or is_overdue(workers[rank])),
         failed=failed,
     )
+
+
+def death_cause(error: Exception) -> str:
+    """Returns what Ray knows about the end of a process; empty if it only saw the connection close."""
+    text = str(error)
+    if _CONNECTION_CLOSED in text:
+        return ""
+    return text.partition(_EXIT_DETAIL)[2] or text.strip().rpartition("\n")[2]

@@ -153,7 +153,7 @@ class Rendezvous:
 
     async def _on_failure(self, member: str, how: str) -> None:
         async with self._locked() as coordinator:
-            coordinator.mark_failed(member, how, is_standby=member in self._standbys)
+            coordinator.mark_failed(member, how)
         self._standbys.discard(member)
 
     async def join(

@@ -55,26 +55,17 @@ class Attempts:
     _in_last_start: list[str] = field(default_factory=list)
     """Workers that were starting when the newest start failed: their failures are the same attempt."""
 
-    def record(
-        self,
-        membership: Membership,
-        member: str,
-        how: str,
-        now_s: float,
-        *,
-        is_hang: bool = False,
-        is_standby: bool = False,
-    ) -> None:
+    def record(self, membership: Membership, member: str, how: str, now_s: float, *, is_hang: bool = False) -> None:
         """Records that a member is failing, unless it or its node was to leave, or the run does not need it."""
         not_in_generation = self.starting | {known.id: known for known in membership.known()}
-        self.starting.pop(member, None)
+        starting = self.starting.pop(member, None)
         who, generation = "a worker that starts", membership.generation
         if membership.is_current(member):
             assert membership.current is not None
             rank, failed = next(ranked for ranked in enumerate(membership.current.members) if ranked[1].id == member)
             who = f"rank {rank}"
         elif (
-            is_standby
+            (starting is not None and starting.is_standby)
             or member not in not_in_generation
             or (membership.is_newcomer(member) and not membership.all_wait())
         ):
@@ -93,7 +84,7 @@ class Attempts:
             FailedAttempt(
                 generation=generation,
                 member=member,
-                who=f"{who} on {failed.node} (pid {failed.pid})",
+                who=f"{who} on {failed.process}",
                 node_id=failed.node_id,
                 how=how,
                 at_s=now_s,

@@ -90,8 +90,7 @@ class Coordinator:
         """Returns a member's place in a generation later than `after`, or why it gets none; None if that is open."""
         if (assignment := self._formed.get(member)) is not None and assignment.generation > after:
             return assignment
-        gone = self.membership.why_gone(member)
-        return Ended(gone) if gone is not None else None
+        return None if (gone := self.membership.why_gone(member)) is None else Ended(gone)
 
     def planned_place_of(self, member: str) -> PlannedAssignment | None:
         """Returns the place that a member may get in the next generation."""
@@ -105,16 +104,18 @@ class Coordinator:
     def _as_planned(self, place: tuple[int, int] | None) -> PlannedAssignment | None:
         return None if place is None else PlannedAssignment(*place, step=self.event_log.progress.get("step", 0))
 
-    def mark_failed(self, member: str, how: str, *, is_standby: bool = False) -> None:
-        """Records that a member has failed, and ends its generation. The failure of a standby is no failed attempt."""
+    def mark_failed(self, member: str, how: str) -> None:
+        """Records that a member has failed, and ends its generation."""
         membership, starting = self.membership, self.state.attempts.starting.get(member)
         if membership.why_gone(member) is None:
-            self.state.attempts.record(membership, member, how, time.monotonic(), is_standby=is_standby)
+            self.state.attempts.record(membership, member, how, time.monotonic())
             membership.mark_failed(member, how)
             if membership.is_current(member):
                 self._record_failure(how, member=member)
             elif self.event_log.ended is None and (starting is None or starting.node_id not in membership.draining):
-                self.record(events.NewcomerFailed(generation=membership.generation, member=member, error=how))
+                failed = events.NewcomerFailed(generation=membership.generation, member=member, error=how)
+                standby = starting.process if starting is not None and starting.is_standby else None
+                self.record(replace(failed, standby=standby))
         self._planned = {}
         self.form()
         self.notify_members = True
@@ -163,11 +164,9 @@ class Coordinator:
         self._not_joined = {worker: self._not_joined.get(worker, now_s) for worker in not_joined}
         for worker, since_s in self._not_joined.items():
             if now_s - since_s >= timeout_s:
-                self.mark_failed(
-                    worker,
-                    f"not ready to train {timeout_s:g} s after its start (hang_timeout_s): it hangs in an import or "
-                    "while it builds the model. Raise hang_timeout_s if that may take longer.",
-                )
+                how = f"not ready to train {timeout_s:g} s after its start (hang_timeout_s): it hangs in an import or "
+                how += "while it builds the model. Raise hang_timeout_s if that may take longer."
+                self.mark_failed(worker, how)
 
     # Generations.
 

@@ -53,6 +53,13 @@ class Member:
     node_id: str = ""
     """Ray's id of its node."""
     pid: int
+    is_standby: bool = False
+    """Whether it has no place until it takes that of another worker."""
+
+    @property
+    def process(self) -> str:
+        """Its node and process id, as messages show them."""
+        return f"{self.node} (pid {self.pid})"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,8 +21,8 @@ def describe_event(event: Event, session: int | None = None) -> str | None:
             workers = plural(event.world_size, "worker")
             return f"[step {event.first_step}] generation {of_session}{event.generation} ({event.reason}): {workers}"
         case events.GenerationFormed(standing_by=number) if number:
-            stand = "stands" if number == 1 else "stand"
-            return f"{plural(number, 'ready worker')} {stand} by: even_micro_batches allows {event.world_size}"
+            wait = "waits" if number == 1 else "wait"
+            return f"{plural(number, 'ready worker')} {wait}: even_micro_batches allows {event.world_size}"
         case events.CommitSucceeded():
             return f"[step {event.step}] checkpoint committed in {event.seconds:.2f} s"
         case events.CommitFailed():
@@ -59,7 +59,8 @@ def describe_event(event: Event, session: int | None = None) -> str | None:
             return "a worker left: the run was resized"
         case events.NewcomerFailed():
             is_crash = event.error.startswith(EXITED)  # with its stack below; otherwise it can be a traceback
-            return f"a worker failed before it trained: {(first_line if is_crash else last_line)(event.error)}"
+            what = f"a standby on {event.standby} failed" if event.standby else "a worker failed before it trained"
+            return f"{what}: {(first_line if is_crash else last_line)(event.error)}"
         case events.StartFailed():
             return f"workers failed to start, trying again: {last_line(event.error)}"
         case events.HangDetected():

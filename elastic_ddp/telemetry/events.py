@@ -266,11 +266,9 @@ class HyperparametersDiffer(Event, event="hyperparameters_differ"):
     step: int
     """Steps done in the restored state."""
     changes: list[dict[str, Any]]
-    """For each of them its `name`, such as `AdamW.weight_decay`, the value `saved` in the commit, and the value `now`
-    in the code."""
+    """For each its `name`, such as `AdamW.weight_decay`, the value `saved` in the commit, and the value `now`."""
     uses_code: bool
-    """Whether the values in the code are used from here on. False for a commit of version 0.1.0, whose saved values are
-    used."""
+    """Whether the values in the code are used from here on. If not, the saved ones are: the commit is of 0.1.0."""
 
 
 class WeightsLoaded(Event, event="weights_loaded"):
@@ -307,12 +305,14 @@ class WorkerFailed(GenerationEvent, event="worker_lost"):
 
 
 class NewcomerFailed(GenerationEvent, event="newcomer_lost"):
-    """A worker has failed before it was in a generation."""
+    """A worker or a standby has failed before it was in a generation."""
 
     member: str
     """Id of the failed worker."""
     error: str
     """How it failed."""
+    standby: str | None = None
+    """Node and process id of the standby, such as `10.0.0.2 (pid 417)`; null for a worker."""
 
 
 class WorkerLeft(GenerationEvent, event="worker_left"):

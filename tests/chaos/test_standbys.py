@@ -17,6 +17,7 @@ from ray.cluster_utils import Cluster
 import elastic_ddp as ed
 from elastic_ddp.driver.run_handle import RunHandle, get_run
 from elastic_ddp.errors import ConfigError
+from elastic_ddp.telemetry.description import describe_event
 from tests.chaos import faults
 from tests.chaos.runs import Trial, until
 from tests.integration import clusters, jobs
@@ -104,7 +105,7 @@ def test_a_standby_takes_the_place_of_each_killed_worker(folder: Path, calm: Map
 
 @pytest.mark.usefixtures("one_node")
 def test_a_standby_that_a_signal_ends_is_replaced_and_does_not_count(folder: Path, calm: Mapping[str, Any]) -> None:
-    run, processes = trial(folder, "killed-standby", 2), set[int]()
+    run, killed = trial(folder, "killed-standby", 2), list[int]()
     with run.live() as (handle, result):
         until(is_complete(handle, 2), result)
         members = pids(handle, "members")
@@ -112,14 +113,16 @@ def test_a_standby_that_a_signal_ends_is_replaced_and_does_not_count(folder: Pat
             [standby] = pids(handle, "standbys")
             os.kill(standby, number)
             until(partial(has_other_standby, handle, standby), result)
-            processes |= {standby}
+            killed.append(standby)
         assert pids(handle, "members") == members
-        processes |= {*members, *pids(handle, "standbys")}
+        processes = {*members, *killed, *pids(handle, "standbys")}
         end(run)
         summary = result.result().summary
     run.check_results(summary, calm)
     assert summary["restarts"] == 0 and len(summary["generations"]) == 1
-    assert len(run.events("newcomer_lost")) == 2
+    assert [str(describe_event(event)).partition("(")[2] for event in run.events("newcomer_lost")] == [
+        f"pid {standby}) failed: its process exited" for standby in killed
+    ]
     assert all_end(processes)
 
 

@@ -1,4 +1,4 @@
-"""`even_micro_batches`: generations whose size divides the micro-batches of a step; other workers stand by."""
+"""`even_micro_batches`: generations whose size divides the micro-batches of a step; other workers wait."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_three_ready_workers_train_as_two_until_a_fourth_comes() -> None:
     harness = evenly_divided("abc")
     assert harness.names() == ["a", "b"]
     harness.now += 100.0
-    assert not harness.wants_change, "the third stands by"
+    assert not harness.wants_change, "the third waits"
     harness.all_join("d")
     assert harness.wants_change
     harness.all_join("ab", step=5)
@@ -62,7 +62,7 @@ def test_the_console_says_how_many_ready_workers_stand_by(play: Play) -> None:
         assert [isinstance(place, Assignment) for place in await started(rendezvous, size=3)] == [True, True, False]
         (formed,) = await events_of(rendezvous, "rendezvous")
         assert formed.world_size == 2 and formed.standing_by == 1
-        assert describe_event(formed) == "1 ready worker stands by: even_micro_batches allows 2"
+        assert describe_event(formed) == "1 ready worker waits: even_micro_batches allows 2"
 
     options = RendezvousOptions(min_workers=1, max_workers=4, heartbeat_timeout_s=30.0, num_micro_batches=4)
     play(scenario, replace(options, even_micro_batches=True))

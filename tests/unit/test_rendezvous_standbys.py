@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from elastic_ddp.rendezvous.actor import Rendezvous
 from elastic_ddp.rendezvous.hang import ActivityReport
 from elastic_ddp.rendezvous.messages import PlannedAssignment, RendezvousOptions
+from elastic_ddp.telemetry.description import describe_event
 from elastic_ddp.telemetry.events import FirstStep
 from tests.unit.rendezvous_harness import Play, events_of, joined, member, report, started
 
 OPTIONS = RendezvousOptions(min_workers=1, max_workers=2, heartbeat_timeout_s=30.0)
-STANDBY = member("s", 1, size=1)
+STANDBY = replace(member("s", 1, size=1), is_standby=True)
 
 
 async def stand_by(rendezvous: Rendezvous) -> None:
@@ -69,16 +72,20 @@ def test_standbys_start_when_all_workers_have_completed_a_step_of_their_generati
     play(scenario, OPTIONS)
 
 
+@pytest.mark.parametrize("is_ready", [False, True])
 @pytest.mark.parametrize("is_drained", [False, True])
-def test_the_failure_of_a_standby_is_recorded_unless_its_node_drains(play: Play, is_drained: bool) -> None:
+def test_the_failure_of_a_standby_is_recorded_as_such_unless_its_node_drains(
+    play: Play, is_drained: bool, is_ready: bool
+) -> None:
     async def scenario(rendezvous: Rendezvous) -> None:
         await started(rendezvous)
-        await stand_by(rendezvous)
+        await (stand_by(rendezvous) if is_ready else rendezvous.heartbeat_address(STANDBY))
         if is_drained:
             await rendezvous.supervise(["a0", "a1"], 0, {"id1": 30.0})
         await rendezvous._on_failure("s1", "killed")
-        recorded = [event.member for event in await events_of(rendezvous, "newcomer_lost")]
-        assert recorded == ([] if is_drained else ["s1"])
+        recorded = await events_of(rendezvous, "newcomer_lost")
+        described = ["a standby on 10.0.0.1 (pid 101) failed: killed"]
+        assert [describe_event(event) for event in recorded] == ([] if is_drained else described)
         status = await rendezvous.status()
         assert status["standbys"] == [] and len(status["members"]) == 2
 

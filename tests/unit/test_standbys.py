@@ -5,15 +5,23 @@ from __future__ import annotations
 import time
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
-from ray.exceptions import ActorDiedError, GetTimeoutError
+from ray.exceptions import GetTimeoutError, RayActorError
 from ray.train.v2._internal.execution.worker_group import ActorMetadata
 
 from elastic_ddp.ray_internals import standbys as module
 from elastic_ddp.ray_internals.standbys import Standbys, StartingWorker
 
 RUNNING = SimpleNamespace(running=True, error=None)
+DIED = RayActorError(
+    error_msg="The actor died unexpectedly before finishing this task.\n\tclass_name: ElasticWorker\nThe actor is dead "
+    "because its worker process has died. Worker exit type: SYSTEM_ERROR Worker exit detail: Worker unexpectedly exits "
+    "with a connection error code 2. End of file. Some common causes include: (1) the process was killed by the OOM "
+    "killer"
+)
+"""What Ray raises if a process was killed."""
 
 
 def metadata(node_id: str, *gpus: str) -> ActorMetadata:
@@ -97,25 +105,47 @@ def test_a_standby_without_a_training_function_takes_no_place(fake: FakeRay) -> 
     assert fake.standbys.take(metadata("a")) is None
 
 
-@pytest.mark.parametrize("answer", [False, ActorDiedError(), GetTimeoutError()])
-def test_a_standby_that_cannot_take_a_place_ends_and_the_next_one_takes_it(fake: FakeRay, answer: Any) -> None:
+@pytest.mark.parametrize(
+    ("answer", "reason"),
+    [
+        (False, "it has used CUDA on another GPU"),
+        (DIED, "it did not answer"),
+        (GetTimeoutError(), "it did not answer"),
+    ],
+)
+def test_a_standby_that_cannot_take_a_place_ends_and_the_next_one_takes_it(
+    fake: FakeRay, caplog: pytest.LogCaptureFixture, answer: Any, reason: str
+) -> None:
     fake.keep("a", 2)
     fake.answers["a"] = answer
     assert fake.standbys.take(metadata("a")) is None
     assert fake.killed == ["a", "a"], "both were tried"
+    assert caplog.messages == [f"a standby on 10.0.0.1 could not take the place of a worker: {reason}"] * 2
 
 
-@pytest.mark.parametrize("status", [ActorDiedError(), SimpleNamespace(running=False, error=ValueError("raised"))])
-def test_a_standby_that_fails_is_counted_once_and_replaced(fake: FakeRay, status: Any) -> None:
+@pytest.mark.parametrize("status", [DIED, SimpleNamespace(running=False, error=ValueError("raised"))])
+def test_a_standby_that_fails_is_counted_once_and_replaced(
+    fake: FakeRay, caplog: pytest.LogCaptureFixture, status: Any
+) -> None:
     fake.statuses["a"] = status
     fake.keep("a")
     assert fake.standbys.advance() == 1 and fake.standbys.advance() == 0
+    assert not caplog.messages, "the rendezvous reports it"
     fake.statuses.clear()
     assert fake.keep("a") == ["a"]
 
 
-def test_a_standby_whose_process_does_not_start_fails(fake: FakeRay, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("error", "reason"), [(None, "its process did not start within 0 s"), (DIED, "its process exited")]
+)
+def test_a_standby_whose_process_does_not_start_fails_with_one_short_line(
+    fake: FakeRay, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: Any, reason: str
+) -> None:
     fake.is_launched = False
     fake.keep("a")
-    monkeypatch.setattr(module, "START_TIMEOUT_S", 0.0)
+    if error is None:
+        monkeypatch.setattr(module, "START_TIMEOUT_S", 0.0)
+    else:
+        monkeypatch.setattr(fake.standbys, "_advance", mock.Mock(side_effect=error))
     assert fake.standbys.advance() == 1
+    assert caplog.messages == [f"a standby on 10.0.0.1 failed to start: {reason}"]
