@@ -301,16 +301,12 @@ class RunConfig(Settings):
                 f"global_batch_size={self.global_batch_size} is not a multiple of "
                 f"micro_batch_size={self.micro_batch_size}; use global_batch_size={' or '.join(choices)}"
             )
-        if self.min_workers > self.max_workers:
-            raise ValueError(
-                f"min_workers={self.min_workers} is above max_workers={self.max_workers}; "
-                f"raise max_workers or use min_workers={self.max_workers}"
-            )
-        if self.standby_workers > self.max_workers:
-            raise ValueError(
-                f"standby_workers={self.standby_workers} is above max_workers={self.max_workers}, and a node has no "
-                f"more workers to replace; use standby_workers={self.max_workers} or less, or raise max_workers"
-            )
+        for name in ("min_workers", "standby_workers"):
+            if (value := getattr(self, name)) > self.max_workers:
+                raise ValueError(
+                    f"{name}={value} is above max_workers={self.max_workers}; "
+                    f"raise max_workers or use {name}={self.max_workers}"
+                )
         if self.max_workers > self.num_micro_batches:
             raise ValueError(
                 f"max_workers={self.max_workers} is above the {self.num_micro_batches} micro-batches of a step "
