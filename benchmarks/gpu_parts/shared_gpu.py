@@ -36,7 +36,10 @@ def reason_to_skip(device: str) -> str | None:
         return f"set {SWITCH}=1 in the environment: ranks then share a GPU"
     version = nccl_version()
     if version is not None and version < LEAST_NCCL:
-        return f"NCCL is {version}, and ranks share a GPU from {LEAST_NCCL} on; preload a newer libnccl.so.2"
+        return (
+            f"NCCL is {version}, and ranks share a GPU from {LEAST_NCCL} on; preload libnccl.so.2 of a newer "
+            "nvidia-nccl-cu13, as benchmarks/README.md has it"
+        )
     return None
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import os
+import re
 import subprocess
 import sys
 from functools import reduce
@@ -55,6 +57,13 @@ def test_parts_run_from_the_first_start_to_the_last_end_of_processes() -> None:
     rounds = [{"first_step_s": at, "parts": {"a": (0.0, at), "b": (at, 2 * at)}} for at in (1.0, 3.0, 2.0)]
     median = benchmark.medians(rounds)
     assert median == {"first_step_s": 2.0, "parts": {"a": (0.0, 2.0), "b": (2.0, 4.0)}}
+
+
+def test_the_docs_have_the_parts_that_the_startup_benchmark_prints() -> None:
+    section = (FOLDER.parent / "docs" / "benchmarks.md").read_text().partition("## Start-up")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| ([^|]+) \| [\d.]+ \| [\d.]+ \|$", section, re.MULTILINE)
+    source = "".join(inspect.getsource(part) for part in (benchmark.parts_of_start, benchmark.parts_of_worker))
+    assert sorted(rows) == sorted(re.findall(r'^ +"([^"]+)": ', source, re.MULTILINE))
 
 
 @pytest.mark.parametrize(("module", "option"), [(benchmark, "--rounds"), (standby, "--repeats"), (standby, "--kills")])
