@@ -233,10 +233,11 @@ class ProcessGroup:
         if dist.is_initialized():
             lost = [dist.group.WORLD] if not intact else []
             dist.destroy_process_group()
-            # The last reference ends gloo's threads and waits for them. One may wait for a message that gloo has lost.
-            ending = threading.Thread(target=lost.clear, name="end of a group", daemon=True)
-            ending.start()
-            ending.join(GLOO_ENDS_S)
+            if lost:
+                # The last reference ends gloo's threads and waits for them. One may wait for a message that gloo lost.
+                ending = threading.Thread(target=lost.clear, name="end of a group", daemon=True)
+                ending.start()
+                ending.join(GLOO_ENDS_S)
 
     def num_collectives(self) -> int | None:
         """Returns how many collectives this rank has begun; None if the group is closed. Callable from any thread."""
