@@ -155,6 +155,7 @@ def test_a_standby_resumes_a_run_whose_workers_were_all_killed(
 @pytest.fixture
 def two_nodes() -> Iterator[tuple[Cluster, list[Any]]]:
     """A head without CPUs, and two nodes with one CPU each."""
+    ray.shutdown()  # `one_node` lasts until the end of the module
     cluster = Cluster(
         True, head_node_args={"num_cpus": 0, "include_dashboard": False, "object_store_memory": 2 * 10**8}
     )
