@@ -61,7 +61,7 @@ class MicroBatchFeed:
         self._changed = threading.Condition()
         self._ready: deque[tuple[int, MicroBatch]] = deque()  # with their steps
         self._error: BaseException | None = None
-        self._closed = self._interrupted = False
+        self._closed = self._interrupted = self._has_begun = False
         self._before_reading = before_reading
         self._hang_timeout_s = hang_timeout_s
         self._release_requested = self._released = False
@@ -92,9 +92,12 @@ class MicroBatchFeed:
 
     @property
     def is_ready(self) -> bool:
-        """Whether `step` would yield its first micro-batch, or raise, without waiting."""
+        """Whether the pipeline has yielded a micro-batch, or failed.
+
+        It stays true after `skip_to`, which may drop all micro-batches that are ready: the next ones follow at once.
+        """
         with self._changed:
-            return bool(self._ready) or self._error is not None
+            return self._has_begun or self._error is not None
 
     def wait(self) -> None:
         """Waits until the first micro-batch is ready, or the feed is interrupted or closed. Raises as `step`."""
@@ -284,6 +287,7 @@ class MicroBatchFeed:
                 if not self._release_requested:
                     if batch.step >= self._skipped_to:  # it may have been skipped meanwhile
                         self._ready.append((batch.step, placed))
+                        self._has_begun = True
                         self._changed.notify_all()
                     return
             assert self._pipeline is not None

@@ -26,18 +26,17 @@ class FeedCache:
         self._closing: list[threading.Thread] = []
 
     def prepare(self, micro_batches: tuple[int, ...], step: int) -> bool:
-        """Prepares a feed for a generation that may begin at a step, and returns whether it keeps up with the steps.
+        """Prepares a feed for a generation that may begin at a step, and returns whether its first rows are ready.
 
-        Call it again at each step until the generation begins.
+        Call it again as the step approaches.
         """
         if self._prepared is not None and not _fits(self._prepared, micro_batches, step):
             self._discard()
         if self._prepared is None:
             before_reading = self._current.release_pipeline if self._current else _nothing
             self._prepared = self._make(micro_batches, step, before_reading)
-        keeps_up = self._prepared.is_ready  # before the skip, which may drop all rows that a feed holds
         self._prepared.skip_to(step)
-        return keeps_up
+        return self._prepared.is_ready
 
     def wait(self) -> None:
         """Waits until the first rows of the prepared feed are ready. Raises a DataError if they cannot be read."""

@@ -275,7 +275,7 @@ class WorkerMembership:
         return PlannedAssignment(rank=rank if fits else 0, world_size=size if fits else 1, step=0)
 
     def _read_ahead(self, planned: PlannedAssignment) -> bool:
-        """Starts to read the rows of a planned place. Returns whether reading keeps up with the steps."""
+        """Starts to read the rows of a planned place. Returns whether the first rows of the feed are read."""
         if planned.step >= self._job.total_steps:
             return True
         if self._inputs.device.type == "cuda" and not standby.has_place():

