@@ -18,16 +18,18 @@ class RunState(NamedTuple):
 
 def state_of(ledger: Sequence[Event], *, driver_is_dead: bool = False) -> RunState:
     """Returns the state after these events. `driver_is_dead`: the driver is known to be dead."""
-    text, outcome = "starting", None
+    text, outcome, generation = "starting", None, 0
     for event in ledger:
         match event:
             case events.SessionStarted():
                 text, outcome = "starting", None
-            case events.GenerationStarted() | events.EvaluationFinished():
+            case events.GenerationStarted():
+                text, generation = "training", event.generation
+            case events.EvaluationFinished():
                 text = "training"
             case events.WorkerFailed():
                 text = PEER_FAILED
-            case events.GenerationEnded(reason=reason):
+            case events.GenerationEnded(reason=reason) if event.generation == generation:  # a worker may report it late
                 text = "changing workers" if reason in (MEMBERSHIP_CHANGED, STATE_TRANSFERRED) else text
             case events.EvaluationStarted():
                 text = f"evaluating ({event.name})"
