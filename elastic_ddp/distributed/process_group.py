@@ -29,7 +29,7 @@ from elastic_ddp.errors import PeerFailedError
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 """Torch 2.13 renamed `all_gather_into_tensor`; 2.11 has only the old name."""
 
-GLOO_ENDS_S = 0.5
+GLOO_ENDS_S, NCCL_ENDS_S = 0.5, 10.0
 """How long the threads of an aborted group may take to end. Afterwards the worker goes on without waiting for them."""
 FORM_TIMEOUT_S = 1.0
 """Timeout of the first attempt to connect the ranks of a group, after all of them have arrived."""
@@ -237,7 +237,7 @@ class ProcessGroup:
                 # The last reference ends gloo's threads and waits for them. One may wait for a message that gloo lost.
                 ending = threading.Thread(target=lost.clear, name="end of a group", daemon=True)
                 ending.start()
-                ending.join(GLOO_ENDS_S)
+                ending.join(NCCL_ENDS_S if self.transfer_device.type == "cuda" else GLOO_ENDS_S)
 
     def num_collectives(self) -> int | None:
         """Returns how many collectives this rank has begun; None if the group is closed. Callable from any thread."""
@@ -289,7 +289,6 @@ class ProcessGroup:
         Raises:
             Exception: a peer failed; see `is_peer_failure`.
         """
-
         if not messages:
             return
 
