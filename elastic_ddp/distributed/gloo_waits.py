@@ -12,7 +12,7 @@ import datetime
 import queue
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 
 import torch.distributed as dist
 
@@ -54,11 +54,9 @@ class MessageWaits:
             self._thread.start()
         result = Future[None]()
         self._calls.put((call, result))
-        while True:
-            try:
-                return result.result(ABORT_POLL_S)
-            except TimeoutError:
-                _check(is_aborted)
+        while not wait([result], ABORT_POLL_S).done:
+            _check(is_aborted)
+        result.result()
 
     def close(self) -> None:
         """Ends the thread when the call that it makes returns."""

@@ -222,9 +222,9 @@ class ProcessGroup:
         `intact`: all ranks passed a barrier and close the group too. Otherwise `abort` ends the peers' collectives.
         """
         self._count = None
+        self._waits.close()
         if not dist.is_initialized():
             return
-        self._waits.close()
         if not intact:
             self.abort()
         # DDP's reducer, in a reference cycle, must not be the last to refer to the group: it would end gloo's threads
@@ -310,7 +310,7 @@ class ProcessGroup:
         if self.world_size == 1:
             assert data is not None
             return data
-        size = torch.tensor([len(data or b"")])
+        size = torch.tensor([len(data or b"")], device="cpu")  # whatever the default device of the user's code is
         self._finish(dist.broadcast(size, source, async_op=True))
         content = _padded(data or b"", int(size))
         self._finish(dist.broadcast(content, source, async_op=True))
@@ -320,8 +320,8 @@ class ProcessGroup:
         """Returns the bytes of every rank, in rank order. Collective; lengths may differ."""
         if self.world_size == 1:
             return [data]
-        sizes = torch.empty(self.world_size, dtype=torch.int64)
-        self._finish(all_gather_single(sizes, torch.tensor([len(data)]), async_op=True))
+        sizes = torch.empty(self.world_size, dtype=torch.int64, device="cpu")
+        self._finish(all_gather_single(sizes, torch.tensor([len(data)], device="cpu"), async_op=True))
         content = _padded(data, int(sizes.max()))
         gathered = content.new_empty(self.world_size, len(content))
         self._finish(all_gather_single(gathered.view(-1), content, async_op=True))
