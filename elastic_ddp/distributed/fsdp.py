@@ -114,15 +114,24 @@ class FSDPStrategy(Strategy):
                 self._gathered[location.name] = parameter
 
     def layout(self, optimizers: Sequence[torch.optim.Optimizer]) -> Layout | None:
-        tensors = {f"model.{name}": value for name, value in self._model.module.state_dict(keep_vars=True).items()}
+        module = self._model.module
+        parameters = dict(module.named_parameters())
+        names = {parameter: name for name, parameter in parameters.items()}
+        tensors = {f"model.{name}": value for name, value in module.state_dict(keep_vars=True).items()}
+        tensors |= {f"parameters.{name}": parameter for name, parameter in parameters.items()}
         for number, optimizer in enumerate(optimizers):
-            parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-            tensors |= {f"optimizer.{number}.state.{index}": value for index, value in enumerate(parameters)}
+            prefix, groups = f"optimizer.{number}", optimizer.param_groups
+            for index, parameter in enumerate(parameter for group in groups for parameter in group["params"]):
+                # Commits of version 0.1.0, and optimizers with a format of their own, number the parameters.
+                tensors[f"{prefix}.state.{index}"] = tensors[f"{prefix}.numbered.state.{index}"] = parameter
+                tensors[f"{prefix}.state.{names[parameter]}"] = parameter
         sharded = {name: value for name, value in tensors.items() if isinstance(value, DTensor)}
 
         def sharded_like(name: str) -> torch.Tensor | None:
-            # The state of a parameter may be nested, as in optimizer.0.state.3.history.1.
-            return sharded.get(name if name.startswith("model.") else ".".join(name.split(".", 4)[:4]))
+            # The state of a parameter may be nested, as in optimizer.0.state.body.weight.history.1.
+            while name not in sharded and name.startswith("optimizer."):
+                name = name.rpartition(".")[0]
+            return sharded.get(name)
 
         return sharded_like
 

@@ -126,10 +126,19 @@ class _Chain:
         self._tick()
 
 
-def check_same_model(module: torch.nn.Module, group: ProcessGroup) -> None:
-    """Raises a ConfigError if ranks built models with different parameters. Collective."""
+def check_same_model(
+    module: torch.nn.Module, group: ProcessGroup, optimizers: Sequence[torch.optim.Optimizer] = ()
+) -> None:
+    """Raises a ConfigError if ranks built models with different parameters, or other param_groups. Collective."""
+    places = {
+        parameter: f" in param_groups[{index}] of optimizer {number}"
+        for number, optimizer in enumerate(optimizers)
+        for index, of_group in enumerate(optimizer.param_groups)
+        for parameter in of_group["params"]
+    }
     own = [
         f"{name} {tuple(parameter.shape)} {dtype_name(parameter.dtype)} requires_grad={parameter.requires_grad}"
+        f"{places.get(parameter, '')}"
         for name, parameter in module.named_parameters()
     ]
     expected, *others = (part.decode().split("\n") for part in group.all_gather_bytes("\n".join(own).encode()))
@@ -139,6 +148,6 @@ def check_same_model(module: torch.nn.Module, group: ProcessGroup) -> None:
             if parameter != expected_parameter:
                 raise ConfigError(
                     f"the models differ: parameter {index} is '{parameter}' on rank {rank} and '{expected_parameter}' "
-                    "on rank 0. Build the same model with the same frozen parameters on every rank; it must not depend "
-                    "on the rank, the host or the time."
+                    "on rank 0. Build the same model with the same frozen parameters and param_groups on every "
+                    "rank; they must not depend on the rank, the host or the time."
                 )

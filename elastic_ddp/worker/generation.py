@@ -148,7 +148,7 @@ class Generation:
             inputs.on_formed()
             # Known to all ranks if one holds the state. The feed then reads its first rows during the transfer.
             feed = open_feed(step) if step is not None else None
-            check_same_model(state.module, group)
+            check_same_model(state.module, group, state.optimizers)
             assert state.model is not None
             strategy = strategy_of(job.config)(state.model, job.config, group, inputs.phases.enter)
             on_error.callback(strategy.close)

@@ -153,7 +153,7 @@ class Loop:
         """Does what the ranks agreed on in a step that is done. Returns how a worker failed meanwhile, or None."""
         assert step.agreed is not None
         membership = self.membership
-        self.state.check_schedulers()
+        self.state.check_prepared()
         # After a failure in an evaluation, this worker is in another generation, whose ranks vote again.
         if membership.generation is not step.generation:
             return None

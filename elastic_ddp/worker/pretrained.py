@@ -20,6 +20,7 @@ from elastic_ddp.telemetry.events import CommitRejected, WeightsLoaded
 from elastic_ddp.tensors.state_tree import dtype_name
 from elastic_ddp.worker.agreed_errors import agree_on_error, without_traceback
 from elastic_ddp.worker.job import COMMITS
+from elastic_ddp.worker.model_state import PARAMETERS, left_out, load_weights
 from elastic_ddp.worker.restore import first_usable
 from elastic_ddp.worker.shared_read import read_shared
 from elastic_ddp.worker.weight_files import INDEX, SINGLE, SUFFIXES, KeyMapping, WeightFiles, rename
@@ -93,7 +94,7 @@ class PretrainedWeights:
             renamed = rename(weights, self.key_mapping)
             fit = Fit.of(module, renamed, "file")
             fit.check(self.uri, strict=self.strict)
-            module.load_state_dict(renamed, strict=False)
+            load_weights(module, renamed)
             self._report(None, fit, [], record)
 
         with activity.within("hand-over", files.storage.worked_s):
@@ -116,14 +117,14 @@ class PretrainedWeights:
             except (CheckpointError, ConfigError) as raised:
                 error = without_traceback(raised)
             agree_on_error(error, group)
-            return read_shared(commit, skeleton, storage, group, components={MODEL}, tick=activity.tick)
+            return read_shared(commit, skeleton, storage, group, components=_components(commit), tick=activity.tick)
 
         with activity.within("hand-over", storage.worked_s):
             usable = first_usable(store, self._candidates(store), group, read)
         assert usable is not None, "the candidates end in an error"
         commit, state = usable
-        weights = state[MODEL] if self.key_mapping is None else rename(state[MODEL], self.key_mapping)
-        module.load_state_dict(weights, strict=False)
+        weights = _weights(state)
+        load_weights(module, weights if self.key_mapping is None else rename(weights, self.key_mapping))
         if group.rank == 0:
             self._report(commit.step, fits[commit.step], store.rejected, record)
 
@@ -159,10 +160,23 @@ class PretrainedWeights:
 
 def _meta_weights(commit: Commit, skeleton: bytes) -> dict[str, Any]:
     """Returns the weights of a commit without their values. Raises CheckpointError if it does not hold weights."""
-    saved: Any = build_state(commit, skeleton, meta_tensors(commit, {MODEL}), {MODEL})[MODEL]
-    if not isinstance(saved, dict) or not all(isinstance(name, str) for name in saved):
+    components = _components(commit)
+    saved: Any = build_state(commit, skeleton, meta_tensors(commit, components), components)
+    if not all(isinstance(each, dict) for each in saved.values()) or not all(
+        isinstance(name, str) for name in _weights(saved)
+    ):
         raise CheckpointError(f"{commit.key} does not hold the weights of a model")
-    return saved
+    return _weights(saved)
+
+
+def _components(commit: Commit) -> set[str]:
+    """Returns the components of a commit that hold weights."""
+    return {MODEL, *({PARAMETERS} & {name.partition(".")[0] for name in commit.tensors})}
+
+
+def _weights(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the weights in a state, also those that the state dict of its model leaves out."""
+    return {**state[MODEL], **state.get(PARAMETERS, {})}
 
 
 @dataclass(frozen=True)
@@ -189,6 +203,7 @@ class Fit:
     def of(cls, module: torch.nn.Module, saved: Mapping[str, Any], kind: str) -> Fit:
         """Compares saved weights with a model."""
         built = module.state_dict()
+        built |= {name: tensor for name, tensor in left_out(module, built)[PARAMETERS].items() if name not in built}
         shared = [name for name in sorted(built.keys() & saved.keys()) if isinstance(built[name], torch.Tensor)]
         shapes = {name: (_shape(saved[name]), _shape(built[name])) for name in shared}
         matching = [name for name, (saved_shape, built_shape) in shapes.items() if saved_shape == built_shape]

@@ -18,6 +18,7 @@ from elastic_ddp.data.order import EpochShape
 from elastic_ddp.errors import CheckpointError, ConfigError, shorten
 from elastic_ddp.tensors.dtensor import is_dtensor
 from elastic_ddp.tensors.state_tree import Layout, dtype_name
+from elastic_ddp.worker.optimizer_state import group_names
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import Placement
@@ -128,13 +129,7 @@ def check_optimizer(
             "run.prepare got an LBFGS, which evaluates the model several times within a step. Use an optimizer whose "
             "step() takes no closure."
         )
-    known = {id(parameter) for parameter in module.parameters()}
-    num_unknown = sum(id(parameter) not in known for group in optimizer.param_groups for parameter in group["params"])
-    if num_unknown:
-        raise ConfigError(
-            f"{num_unknown} parameters of the {kind} are not parameters of the prepared model. Build the optimizer "
-            "from model.parameters() of the model that run.prepare returned."
-        )
+    group_names(optimizer, module)
 
 
 def check_scheduler(
@@ -192,18 +187,18 @@ def _placements(tensor: torch.Tensor) -> tuple[Placement, ...]:
 def check_saved_model(
     model: Mapping[str, Any],
     saved_model: Mapping[str, Any],
-    buffers: Mapping[str, torch.Tensor],
-    saved_buffers: Mapping[str, Any],
+    others: Mapping[str, torch.Tensor],
+    saved_others: Mapping[str, Any],
 ) -> None:
-    """Raises a ValueError if a saved model has tensors of other dtypes or shapes, or other non-persistent buffers.
+    """Raises a ValueError if a saved model has tensors of other dtypes or shapes, or others that are not in `model`.
 
-    Torch reports missing names in the state dict, and converts dtypes silently. It does not load the buffers.
+    Torch reports missing names in the state dict, and converts dtypes silently. It does not load the others.
     """
     # The state of `get_extra_state` may have any type.
     names = [name for name in model.keys() & saved_model.keys() if name.split(".")[-1] != torch_internals.EXTRA_STATE]
     pairs = {name: (_describe(saved_model[name]), _describe(model[name])) for name in names}
-    for name in buffers.keys() | saved_buffers.keys():
-        pairs[name] = _describe(saved_buffers.get(name)), _describe(buffers.get(name))
+    for name in others.keys() | saved_others.keys():
+        pairs[name] = _describe(saved_others.get(name)), _describe(others.get(name))
     changed = [
         f"{name} is {saved} in the commit and {own} in the model"
         for name, (saved, own) in sorted(pairs.items())
@@ -228,7 +223,8 @@ def check_saved_optimizer(optimizer: torch.optim.Optimizer, saved: Mapping[str, 
         kinds = [value for value in vars(torch.optim).values() if isinstance(value, type)]
         optimizers = [kind for kind in kinds if issubclass(kind, torch.optim.Optimizer)]
         settings = {name for kind in optimizers for name in inspect.signature(kind).parameters}
-        for group, own in zip(saved["param_groups"], optimizer.param_groups, strict=False):
+        groups = saved.get("numbered", saved)["param_groups"]
+        for group, own in zip(groups, optimizer.param_groups, strict=False):
             _check_keys("optimizer", optimizer, settings.intersection(group), own)
 
 

@@ -11,7 +11,6 @@ import torch
 from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass as validated
 
-from elastic_ddp import torch_internals
 from elastic_ddp.distributed.prepared_model import PreparedModel
 from elastic_ddp.distributed.step_agreement import EMPTY_SAMPLES_DIGEST, extend_samples_digest
 from elastic_ddp.errors import CheckpointError, ConfigError
@@ -20,6 +19,8 @@ from elastic_ddp.worker import hyperparameters
 from elastic_ddp.worker.hyperparameter_changes import Change
 from elastic_ddp.worker.hyperparameters import Every, Prepared, Schedule, steps_taken
 from elastic_ddp.worker.loss_scale import LossScale
+from elastic_ddp.worker.model_state import BUFFERS, PARAMETERS, left_out
+from elastic_ddp.worker.optimizer_state import group_names, load_named_state, match_groups, named_state, saved_names
 from elastic_ddp.worker.state_checks import (
     check_layout,
     check_optimizer,
@@ -99,6 +100,8 @@ class TrainState:
     """Whether `step_optimizers` runs."""
     _scheduler_steps: list[int] = field(default_factory=list, init=False)
     """For each scheduler, how often it was stepped up to the end of the last step."""
+    _group_sizes: list[list[int]] = field(default_factory=list, init=False)
+    """For each optimizer, the numbers of parameters in its param_groups before the first step."""
 
     @property
     def is_sharded(self) -> bool:
@@ -134,6 +137,7 @@ class TrainState:
     def record_prepared(self) -> None:
         """Records the hyperparameters, before the first step and before a state is loaded."""
         self.prepared = hyperparameters.record(self.optimizers, self._schedules())
+        self._group_sizes = self._count_parameters()
         self._count_scheduler_steps()
 
     # Steps of optimizers and schedulers.
@@ -148,7 +152,7 @@ class TrainState:
 
     def step_schedulers(self, *, is_skipped: bool) -> None:
         """Steps the schedulers that are due after the current step; after a skipped one, those of its epoch."""
-        self.check_schedulers()
+        self.check_prepared()
         for scheduler, every in zip(self.schedulers, self.every, strict=True):
             if self.is_last_of_epoch(self.position.step) if every == "epoch" else not is_skipped:
                 scheduler.step()
@@ -166,8 +170,15 @@ class TrainState:
                 "optimizer.step() from the training function, or do not prepare an optimizer that you step yourself."
             )
 
-    def check_schedulers(self) -> None:
-        """Raises a ConfigError if the training function has stepped a prepared scheduler."""
+    def check_prepared(self) -> None:
+        """Raises a ConfigError if the training function stepped a scheduler, or changed the groups of an optimizer."""
+        if self._group_sizes and self._count_parameters() != self._group_sizes:
+            raise ConfigError(
+                f"the param_groups of a prepared optimizer changed inside run.steps(): {self._group_sizes} parameters "
+                f"before, and {self._count_parameters()} now. A worker that joins or resumes builds the optimizer as "
+                "before the loop. Give it all param_groups there; a group with lr=0 does not train until you raise its "
+                "lr in a step."
+            )
         for scheduler, count in zip(self.schedulers, self._scheduler_steps, strict=False):
             if steps_taken(scheduler) != count:
                 kind = type(scheduler).__name__
@@ -177,6 +188,9 @@ class TrainState:
                     'run.prepare(scheduler, every="epoch"); to step it yourself, use run.register("scheduler", '
                     "scheduler) in place of run.prepare."
                 )
+
+    def _count_parameters(self) -> list[list[int]]:
+        return [[len(group["params"]) for group in optimizer.param_groups] for optimizer in self.optimizers]
 
     def _count_scheduler_steps(self) -> None:
         self._scheduler_steps = [steps_taken(scheduler) for scheduler in self.schedulers]
@@ -200,13 +214,17 @@ class TrainState:
         Raises a ConfigError on every rank if a restore could not reproduce how the state is sharded.
         """
         model = self.module.state_dict()
-        optimizers = {str(index): optimizer.state_dict() for index, optimizer in enumerate(self.optimizers)}
+        others = left_out(self.module, model)
+        optimizers = {
+            str(index): named_state(optimizer, group_names(optimizer, self.module))
+            for index, optimizer in enumerate(self.optimizers)
+        }
         user = {name: registered.state_dict() for name, registered in self.registered.items()}
         if self.layout is not None:
             check_layout({"optimizer": optimizers, "user": user}, self.layout)
         return {
             "model": model,
-            "buffers": self._other_buffers(model),
+            **{component: tensors for component, tensors in others.items() if tensors or component == BUFFERS},
             "optimizer": optimizers,
             "scheduler": {str(index): scheduler.state_dict() for index, scheduler in enumerate(self.schedulers)},
             "user": user,
@@ -242,6 +260,8 @@ class TrainState:
         if then is None:
             return hyperparameters.kept(self.optimizers, self._schedules(), now), False
         try:
+            orders = zip(then.optimizer, self._group_orders(state["optimizer"]), strict=True)
+            then = replace(then, optimizer=[[groups[number] for number in order] for groups, order in orders])
             records: dict[str, Any] = {"then": then, "now": now, "factors": factors}
             changes = hyperparameters.adopt(self.optimizers, self._schedules(), **records, tick=tick)
             self._count_scheduler_steps()
@@ -276,19 +296,26 @@ class TrainState:
                         f"{sorted(objects)}. Prepare and register the same objects in the same order, or use another "
                         "name."
                     )
+            self._group_orders(state["optimizer"])
             for index, optimizer in enumerate(self.optimizers):
                 check_saved_optimizer(optimizer, state["optimizer"][str(index)])
             for index, scheduler in enumerate(self.schedulers):
                 check_saved_scheduler(scheduler, state["scheduler"][str(index)])
-            model = self.module.state_dict()
-            buffers = self._other_buffers(model)
-            check_saved_model(model, state["model"], buffers, state["buffers"])
+            model, saved_others = self.module.state_dict(), {**state.get(PARAMETERS, {}), **state[BUFFERS]}
+            others = {
+                name: tensor
+                for tensors in left_out(self.module, model).values()
+                for name, tensor in tensors.items()
+                if name in saved_others or name not in state["model"]  # version 0.1.0 saved those in the model alone
+            }
+            check_saved_model(model, state["model"], others, saved_others)
             loss_scale = None if self.loss_scale is None else LossScale(**state["loss_scale"])
             self.module.load_state_dict(state["model"])
-            for name, value in state["buffers"].items():
-                buffers[name].copy_(value)
+            with torch.no_grad():
+                for name, value in saved_others.items():
+                    others[name].copy_(value)
             for index, optimizer in enumerate(self.optimizers):
-                _load_optimizer(optimizer, state["optimizer"][str(index)])
+                load_named_state(optimizer, group_names(optimizer, self.module), state["optimizer"][str(index)])
             for kind in ("scheduler", "user"):
                 for key, target in expected[kind].items():
                     target.load_state_dict(state[kind][key])
@@ -300,9 +327,25 @@ class TrainState:
         self.position, self.prepared, self.loss_scale = position, prepared, loss_scale
         self._count_scheduler_steps()
 
-    def _other_buffers(self, model: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-        """Returns the non-persistent buffers. Steps start from them, too."""
-        return {name: buffer for name, buffer in self.module.named_buffers() if name not in model}
+    def _group_orders(self, saved: Mapping[str, Any]) -> list[list[int]]:
+        """Returns for each optimizer the numbers that its param_groups have in its saved state.
+
+        Raises ValueError if they hold other parameters, or if a schedule numbers them.
+        """
+        orders = []
+        for index, optimizer in enumerate(self.optimizers):
+            names, kind = group_names(optimizer, self.module), type(optimizer).__name__
+            before = saved_names(saved[str(index)])
+            orders.append([*range(len(names))] if before is None else match_groups(kind, names, before))
+            schedulers = [
+                each.scheduler for each in self._schedules().values() if each.scheduler.optimizer is optimizer
+            ]
+            if schedulers and orders[-1] != sorted(orders[-1]):
+                raise ValueError(
+                    f"the param_groups of the {kind} are in another order than before, and its "
+                    f"{type(schedulers[0]).__name__} numbers them. Restore their order"
+                )
+        return orders
 
     def nonfinite_parameters(self) -> list[str]:
         """Returns the names of trained parameters that have a NaN or an infinity, with FSDP in this rank's shards."""
@@ -343,28 +386,3 @@ def _invalid_hyperparameters(error: Exception) -> CheckpointError:
         f"the commit's hyperparameters are invalid: {error}. Remove the commit; the run then resumes from the one "
         "before."
     )
-
-
-def _load_optimizer(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
-    """Loads an optimizer's state without conversions.
-
-    Torch's loader converts floating-point state to the dtype of its parameter, and rebuilds strings. This puts the
-    saved values back, except for optimizers with a loader or load hooks of their own.
-    """
-    optimizer.load_state_dict(dict(saved))
-    uses_torch_loader = type(optimizer).load_state_dict is torch.optim.Optimizer.load_state_dict
-    if not uses_torch_loader or torch_internals.has_load_hooks(optimizer):
-        return
-    numbers = [number for group in saved["param_groups"] for number in group["params"]]
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    for number, parameter in zip(numbers, parameters, strict=True):
-        if number in saved["state"]:
-            loaded = optimizer.state[parameter]
-            optimizer.state[parameter] = torch_internals.map_tree(_as_saved, saved["state"][number], loaded)
-
-
-def _as_saved(saved: Any, loaded: Any) -> Any:
-    """Returns a leaf of the saved state, on the device of the loaded one."""
-    if not isinstance(saved, torch.Tensor):
-        return saved
-    return loaded if loaded.dtype == saved.dtype else saved.to(loaded.device)

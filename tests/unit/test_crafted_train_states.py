@@ -92,7 +92,10 @@ def put(*path: Any) -> Callable[[dict[str, Any]], None]:
         (put("optimizer", 3), "does not fit the model or optimizer"),
         (put("optimizer", "0", "param_groups", 3), "does not fit the model or optimizer"),
         (put("optimizer", "0", "param_groups", 0, "momentum", 3), "another optimizer: AdamW has no mom"),
-        (put("optimizer", "0", "state", 0, "step", 10**400), "does not fit the model or optimizer.*int too large"),
+        (
+            put("optimizer", "0", "state", "0.weight", "step", 10**400),
+            "does not fit the model or optimizer.*int too large",
+        ),
         (put("scheduler", "0", [3]), "another scheduler"),
         (put("scheduler", "0", "optimizer", 3), "another scheduler: SequentialLR has no optimizer"),
         (put("scheduler", "0", "_schedulers", 1, "get_lr", 3), "another scheduler: StepLR has no get_lr"),

@@ -250,7 +250,7 @@ def test_optimizer_state_that_no_restore_can_shard_raises_on_every_rank(world_si
     by_rank = run_ranks(world_size, _errors)
     assert all(errors == by_rank[0] for errors in by_rank)
     for description, message in by_rank[0].items():
-        assert f"optimizer.0.state.1.stored.0 {description}" in message
+        assert f"optimizer.0.state.blocks.0.up.weight.stored.0 {description}" in message
         assert "zeros_like(parameter)" in message and "full_tensor()" in message
 
 

@@ -1,0 +1,46 @@
+"""What a forward uses and `state_dict()` of the model leaves out: it is state of the run, too.
+
+Models with adapters often save their adapters only. The rest must not be what each worker happened to build.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from elastic_ddp.tensors.dtensor import is_dtensor
+
+PARAMETERS, BUFFERS = "parameters", "buffers"
+"""The components of a state for what the model's `state_dict()` leaves out; `parameters` only if there are any."""
+
+
+def left_out(module: torch.nn.Module, model: Mapping[str, Any]) -> dict[str, dict[str, torch.Tensor]]:
+    """Returns the parameters and the buffers that a state dict of the module leaves out, or changes, by name."""
+    values = [value for value in model.values() if isinstance(value, torch.Tensor) and value.layout is torch.strided]
+    held = {_memory(value) for value in values if not is_dtensor(value)}
+    named: dict[str, Any] = {PARAMETERS: module.named_parameters(), BUFFERS: module.named_buffers()}
+    return {
+        component: {
+            name: tensor.detach()
+            for name, tensor in tensors
+            if not (name in model if is_dtensor(tensor) else _memory(tensor) in held)
+        }
+        for component, tensors in named.items()
+    }
+
+
+def load_weights(module: torch.nn.Module, weights: Mapping[str, Any]) -> None:
+    """Loads weights by name, also those that the module's `load_state_dict()` leaves out. Skips other names."""
+    module.load_state_dict(weights, strict=False)
+    with torch.no_grad():
+        for tensors in left_out(module, module.state_dict()).values():
+            for name, tensor in tensors.items():
+                if name in weights:
+                    tensor.copy_(weights[name])
+
+
+def _memory(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Returns where a tensor is in memory, equal for the names of tied weights."""
+    return tensor.data_ptr(), tensor.shape, tensor.stride()

@@ -1,0 +1,134 @@
+"""The state of an optimizer by the names of its parameters, as `torch.distributed.checkpoint` writes it.
+
+Torch numbers the parameters in the order in which the optimizer got them. Code that is reorganized, or a `set` of
+parameters, gives another order, and the state of one parameter would go to another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from elastic_ddp import torch_internals
+from elastic_ddp.errors import ConfigError, shorten
+
+GroupNames = list[list[str]]
+"""The names of the parameters of each param_group."""
+
+
+def group_names(optimizer: torch.optim.Optimizer, module: torch.nn.Module) -> GroupNames:
+    """Returns the names of an optimizer's parameters in the model, in its order.
+
+    Raises a ConfigError if one is not a parameter of the model.
+    """
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    if num_unknown := sum(id(each) not in names for group in optimizer.param_groups for each in group["params"]):
+        raise ConfigError(
+            f"{num_unknown} parameters of the {type(optimizer).__name__} are not parameters of the prepared model. "
+            "Build the optimizer from model.parameters() of the model that run.prepare returned."
+        )
+    return [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
+
+
+def named_state(optimizer: torch.optim.Optimizer, names: GroupNames) -> dict[str, Any]:
+    """Returns `optimizer.state_dict()` with names in place of numbers.
+
+    State in a format other than torch's keeps its numbers, with the names beside it.
+    """
+    state = optimizer.state_dict()
+    by_number = dict(enumerate(name for group in names for name in group))
+    groups = state["param_groups"] if state.keys() == {"state", "param_groups"} else []
+    if [number for group in groups for number in group["params"]] != [*by_number]:
+        return {"numbered": state, "names": names}
+    return {
+        "state": {by_number.get(key, key): value for key, value in state["state"].items()},
+        "param_groups": [
+            # The order in which this process has the names says nothing about the state.
+            {key: value for key, value in group.items() if key != "param_names"} | {"params": of_group}
+            for group, of_group in zip(groups, names, strict=True)
+        ],
+    }
+
+
+def saved_names(saved: Mapping[str, Any]) -> GroupNames | None:
+    """Returns the names in a state that `named_state` returned, or None if it has only numbers, as version 0.1.0."""
+    names = saved.get("names") or [group["params"] for group in saved.get("param_groups", [])]
+    return names if all(isinstance(name, str) for group in names for name in group) else None
+
+
+def match_groups(kind: str, names: GroupNames, saved: GroupNames) -> list[int]:
+    """Returns for each param_group the number of the saved one that holds the same parameters, in any order.
+
+    Raises ValueError, with the names of the others, if not all groups have one.
+    """
+    left: dict[frozenset[str], list[int]] = {}
+    for number, group in enumerate(saved):
+        left.setdefault(frozenset(group), []).append(number)
+    found = [left[key].pop(0) if left.get(key := frozenset(group)) else None for group in names]
+    matched = [number for number in found if number is not None]
+    if len(matched) == len(names) == len(saved):
+        return matched
+    own, before = ({name: number for number, group in enumerate(groups) for name in group} for groups in (names, saved))
+    differences = {
+        "it lacks": [name for name in before if name not in own],
+        "it has in addition": [name for name in own if name not in before],
+        "it has in other param_groups": [name for name in own if before.get(name, own[name]) != own[name]],
+    }
+    listed = "; ".join(f"{what} {shorten(which, 10)}" for what, which in differences.items() if which)
+    raise ValueError(
+        f"the {kind} has {len(names)} param_groups, and {len(saved)} were saved: {listed or 'some are empty'}. Give it "
+        "the same parameters in the same param_groups; the order does not matter"
+    )
+
+
+def load_named_state(optimizer: torch.optim.Optimizer, names: GroupNames, saved: Mapping[str, Any]) -> None:
+    """Loads what `named_state` returned, possibly of an optimizer that got its parameters in another order.
+
+    Raises ValueError if the saved param_groups hold other parameters, or a format other than torch's needs the order.
+    """
+    of_saved, kind = saved_names(saved), type(optimizer).__name__
+    if of_saved is None:
+        _load(optimizer, saved)
+        return
+    matched = match_groups(kind, names, of_saved)
+    if "numbered" in saved:
+        if of_saved != names:
+            raise ValueError(
+                f"the {kind} got its parameters in another order than before, and its own state_dict format numbers "
+                f"them. Give it the parameters in this order: {shorten([name for g in of_saved for name in g], 20)}"
+            )
+        _load(optimizer, saved["numbered"])
+        return
+    numbers = {name: number for number, name in enumerate(name for group in names for name in group)}
+    groups = [
+        {**saved["param_groups"][number], "params": [numbers[name] for name in group]}
+        for number, group in zip(matched, names, strict=True)
+    ]
+    _load(optimizer, {"state": {numbers.get(k, k): v for k, v in saved["state"].items()}, "param_groups": groups})
+
+
+def _load(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
+    """Loads an optimizer's state without conversions.
+
+    Torch's loader converts floating-point state to the dtype of its parameter, and rebuilds strings. This puts the
+    saved values back, except for optimizers with a loader or load hooks of their own.
+    """
+    optimizer.load_state_dict(dict(saved))
+    uses_torch_loader = type(optimizer).load_state_dict is torch.optim.Optimizer.load_state_dict
+    if not uses_torch_loader or torch_internals.has_load_hooks(optimizer):
+        return
+    numbers = [number for group in saved["param_groups"] for number in group["params"]]
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for number, parameter in zip(numbers, parameters, strict=True):
+        if number in saved["state"]:
+            loaded = optimizer.state[parameter]
+            optimizer.state[parameter] = torch_internals.map_tree(_as_saved, saved["state"][number], loaded)
+
+
+def _as_saved(saved: Any, loaded: Any) -> Any:
+    """Returns a leaf of the saved state, on the device of the loaded one."""
+    if not isinstance(saved, torch.Tensor):
+        return saved
+    return loaded if loaded.dtype == saved.dtype else saved.to(loaded.device)

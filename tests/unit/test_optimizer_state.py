@@ -1,0 +1,176 @@
+"""Optimizer state belongs to parameters by name, whatever the order in which the optimizer got them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.optim.lr_scheduler import StepLR
+
+from elastic_ddp.checkpoint import CheckpointStore
+from elastic_ddp.distributed.process_group import ProcessGroup
+from elastic_ddp.errors import CheckpointError, ConfigError
+from elastic_ddp.storage.storage import Storage
+from elastic_ddp.worker.generation import strategy_of
+from elastic_ddp.worker.optimizer_state import load_named_state, named_state
+from elastic_ddp.worker.restore import restore
+from elastic_ddp.worker.run import Run
+from tests.ranks import run_ranks
+from tests.unit.single_worker import Model, NewRun, compute_gradients
+from tests.unit.test_fsdp import OPTIMIZERS, prepared, train_on
+from tests.unit.test_fsdp_commits import ROWS, save
+
+Groups = Callable[[Any], list[dict[str, Any]]]
+
+
+def in_order(model: torch.nn.Module) -> list[dict[str, Any]]:
+    weights = [parameter for parameter in model.parameters() if parameter.dim() > 1]
+    rest = [parameter for parameter in model.parameters() if parameter.dim() < 2]
+    return [{"params": weights, "weight_decay": 0.1}, {"params": rest, "lr": 0.01}]
+
+
+def reversed_parameters(model: torch.nn.Module) -> list[dict[str, Any]]:
+    return [{**group, "params": group["params"][::-1]} for group in in_order(model)]
+
+
+def reversed_groups(model: torch.nn.Module) -> list[dict[str, Any]]:
+    return reversed_parameters(model)[::-1]
+
+
+def one_moved(model: torch.nn.Module) -> list[dict[str, Any]]:
+    first, second = in_order(model)
+    return [first, {**second, "params": [*second["params"], first["params"].pop()]}]
+
+
+class OwnFormat(torch.optim.AdamW):
+    """An optimizer whose state_dict has an entry that refers to its parameters by number."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "slow": [p.detach() for group in self.param_groups for p in group["params"]]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict({key: state[key] for key in ("state", "param_groups")})
+
+
+def weights_of(
+    run: Run, groups: Groups, kind: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW, schedules: bool = False
+) -> str:
+    """Trains, and returns the hash of the weights."""
+    torch.manual_seed(0)
+    model: Any = run.prepare(Model())
+    optimizer = run.prepare(kind(groups(model), lr=0.1))
+    if schedules:
+        run.prepare(StepLR(optimizer, 2, 0.5))
+    for step in run.steps():
+        with step:
+            compute_gradients(step, model)
+            step.optimize()
+    outcome = run._loop.finish()
+    run._loop.membership.leave(intact=True)
+    return str(outcome["weights_sha256"])
+
+
+@pytest.mark.parametrize(
+    ("groups", "schedules"), [(reversed_parameters, False), (reversed_parameters, True), (reversed_groups, False)]
+)
+def test_a_run_resumes_with_its_parameters_in_another_order(new_run: NewRun, groups: Groups, schedules: bool) -> None:
+    calm = weights_of(new_run(folder="calm", steps=8), in_order, schedules=schedules)
+    weights_of(new_run(folder="again", steps=4), in_order, schedules=schedules)
+    assert weights_of(new_run(folder="again", steps=8), groups, schedules=schedules) == calm
+
+
+@pytest.mark.parametrize(
+    ("groups", "schedules", "kind", "message"),
+    [
+        (one_moved, False, torch.optim.AdamW, "it has in other param_groups 3.weight. Give it"),
+        (lambda model: in_order(model)[:1], False, torch.optim.AdamW, "it lacks 0.bias, 1.weight, 1.bias, 3.bias"),
+        (lambda model: [{"params": model.parameters()}], False, torch.optim.AdamW, "1 param_groups, and 2 were saved"),
+        (reversed_groups, True, torch.optim.AdamW, "in another order than before, and its StepLR numbers them"),
+        (reversed_parameters, False, OwnFormat, "in this order: 0.weight, 3.weight, 0.bias, 1.weight, 1.bias, 3.bias"),
+    ],
+)
+def test_param_groups_that_do_not_match_are_an_error_that_names_the_parameters(
+    new_run: NewRun, groups: Groups, schedules: bool, kind: type[torch.optim.Optimizer], message: str
+) -> None:
+    weights_of(new_run(steps=4), in_order, kind, schedules)
+    with pytest.raises(CheckpointError) as caught:
+        weights_of(new_run(steps=8), groups, kind, schedules)
+    assert message in str(caught.value)
+
+
+def test_an_optimizer_with_a_format_of_its_own_resumes_in_its_order(new_run: NewRun) -> None:
+    calm = weights_of(new_run(folder="calm", steps=8), in_order, OwnFormat)
+    weights_of(new_run(folder="again", steps=4), in_order, OwnFormat)
+    assert weights_of(new_run(folder="again", steps=8), in_order, OwnFormat) == calm
+
+
+def _turned(model: Any) -> torch.optim.Optimizer:
+    optimizer = OPTIMIZERS["AdamW"](model)
+    for group in optimizer.param_groups:
+        group["params"].reverse()
+    return optimizer
+
+
+def _resumed_in_another_order(group: ProcessGroup, folder: Path) -> tuple[str, str]:
+    config, state = prepared("fsdp", "AdamW")
+    assert state.model is not None
+    strategy = strategy_of(config)(state.model, config, group)
+    strategy.shard(state.optimizers)
+    train_on(strategy, group, state, ROWS, range(2))
+    save(group, folder, state.state_dict())
+    train_on(strategy, group, state, ROWS, range(2, 4))
+
+    config, other = prepared("fsdp", _turned)
+    assert other.model is not None
+    strategy = strategy_of(config)(other.model, config, group)
+    strategy.shard(other.optimizers)
+    storage, layout = Storage(folder), strategy.layout(other.optimizers)
+    restored = restore(CheckpointStore(storage, keep=1), storage, group, lambda: layout)
+    assert restored is not None
+    other.load_state_dict(restored[1])
+    train_on(strategy, group, other, ROWS, range(2, 4))
+    return state.weights_sha256(), other.weights_sha256()
+
+
+def test_shards_resume_with_their_parameters_in_another_order(tmp_path: Path) -> None:
+    for calm, resumed in run_ranks(2, _resumed_in_another_order, tmp_path):
+        assert calm == resumed
+
+
+def test_names_that_the_optimizer_got_are_those_of_this_process() -> None:
+    named = [partial(torch.optim.SGD, lr=0.1, momentum=0.9)([*Model().named_parameters()]) for _ in range(2)]
+    names = [["0.weight", "0.bias", "1.weight", "1.bias", "3.weight", "3.bias"]]
+    saved = named_state(named[0], names)
+    assert "param_names" not in saved["param_groups"][0]
+    load_named_state(named[1], names, copy.deepcopy(saved))
+    assert named[1].param_groups[0]["param_names"] == names[0]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda optimizer, model: optimizer.add_param_group({"params": [*model[3].parameters()]}),
+        lambda optimizer, model: optimizer.param_groups.pop(),
+        lambda optimizer, model: optimizer.param_groups[0]["params"].pop(),
+    ],
+)
+@pytest.mark.parametrize("place", ["block", "between"])
+def test_param_groups_that_change_in_the_loop_are_an_error_there(new_run: NewRun, change: Any, place: str) -> None:
+    run = new_run(steps=6)
+    model: Any = run.prepare(Model())
+    optimizer = run.prepare(torch.optim.AdamW([{"params": [*model[0].parameters()]}], lr=0.1))
+    with pytest.raises(ConfigError, match=r"param_groups of a prepared optimizer changed.*lr=0"):
+        for step in run.steps():
+            with step:
+                compute_gradients(step, model)
+                step.optimize()
+                if step.index == 2 and place == "block":
+                    change(optimizer, model)
+            if step.index == 2 and place == "between":
+                change(optimizer, model)
+    assert run.position.step == 3, "before the next step, and before a commit"
