@@ -241,7 +241,7 @@ def _retention(keep: int | None, every_steps: int | None, best: int, metric: str
 def _exclusive_access(run: str) -> Iterator[DriverLease]:
     """Holds the run's lease, so that no driver is live or starts."""
     storage, name = Storage(run), run.rstrip("/").rpartition("/")[2]
-    with DriverLease(storage, name, new_session(), lambda text: Console(stderr=True).print(text)) as lease:
+    with DriverLease(storage, name, new_session, lambda text: Console(stderr=True).print(text)) as lease:
         try:
             lease.acquire()
         except ConfigError:

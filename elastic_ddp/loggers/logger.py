@@ -22,7 +22,7 @@ class LoggedRun:
     config: Mapping[str, Any]
     """The configuration, as the ledger has it: of `env` and `runtime_env` the names only."""
     session: str
-    """Name of the driver's session, such as `20261120T101500Z-3f9a1c`; it is unique."""
+    """Name of the driver's session, such as `s000001-20261120T101500Z-3f9a1c`; it is unique."""
     session_number: int
     """Number of the session, from 1."""
 
@@ -60,5 +60,5 @@ class Logger(Protocol):
         """Stores what is still in memory. Called once at the end of the session.
 
         Args:
-            status: `finished`, `stopped` or `failed`.
+            status: `finished`, `left`, `stopped` or `failed`; see `RunResult`.
         """

@@ -123,7 +123,7 @@ def read_history(events: Iterable[Event]) -> History:
         summary=summary,
         config=dict(started[-1].config) if started else {},
         began=clock.sessions[0].began_at if clock.sessions else 0.0,
-        ended=max((session.began_at + session.length_s for session in clock.sessions), default=0.0),
+        ended=clock.sessions[-1].began_at + clock.sessions[-1].length_s if clock.sessions else 0.0,
         nodes=sorted(nodes),
         sizes=_sizes(events, clock),
         start_ups=[_start_up(number, clock) for number in range(len(clock.sessions))],

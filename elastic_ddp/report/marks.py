@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from elastic_ddp.formatting import duration, first_line, plural
+from elastic_ddp.telemetry.description import describe_status
 from elastic_ddp.telemetry.event import Event
 from elastic_ddp.telemetry.events import (
     GenerationFormed,
@@ -64,9 +65,9 @@ class Clock:
         return self._offsets[number] + min(max(0.0, event.moment - session.began_at), session.length_s)
 
     def pause_s(self, number: int) -> float:
-        """Returns the seconds between a session and the one before it."""
+        """Returns the seconds between a session and the one before it; below 0 if their clocks differ."""
         before, session = self.sessions[number - 1], self.sessions[number]
-        return max(0.0, session.began_at - before.began_at - before.length_s)
+        return session.began_at - before.began_at - before.length_s
 
 
 def find_marks(events: list[Event], clock: Clock) -> list[Mark]:
@@ -120,9 +121,10 @@ class _Marks:
                 self._add("run failed", event, f"the run failed: {first_line(event.error)}")
             case RunFinished():
                 self._has_end = True
-                if event.status == "stopped":
+                if event.status in ("stopped", "left"):
                     self._step = self._step if event.steps is None else event.steps
-                    self._add("stopped", event, "the run was stopped")
+                    text = "was stopped" if event.status == "stopped" else describe_status(vars(event))
+                    self._add("stopped", event, f"the run {text}")
         self._last = event
 
     def _begin(self, event: SessionStarted) -> None:
@@ -133,8 +135,9 @@ class _Marks:
         self._size, self._members, self._has_end, self._resumed = 0, set(), False, None
         if number:
             where = "the start" if event.resumed_from_step is None else f"step {event.resumed_from_step:,}"
-            pause = duration(self._clock.pause_s(number))
-            self._resumed = f"resumed from {where}: the driver started {pause} after the session before"
+            pause_s = self._clock.pause_s(number)
+            pause = f": the driver started {duration(pause_s)} after the session before" if pause_s >= 0 else ""
+            self._resumed = f"resumed from {where}{pause}"
         self._since_formed = len(self.found)
 
     def _form(self, event: GenerationFormed) -> None:
@@ -151,7 +154,8 @@ class _Marks:
             self._add("resumed", event, self._resumed)
             self._resumed = None
         if joined:
-            self._add("joined", event, f"{_named(joined)} joined: {self._size:,} train now", len(joined))
+            after = "" if event.recovered_s is None else f", {duration(event.recovered_s)} after the failure"
+            self._add("joined", event, f"{_named(joined)} joined: {self._size:,} train now{after}", len(joined))
         self._since_formed = len(self.found)
 
     def _remove(self, kind: Kind, event: WorkerFailed | WorkerLeft, member: str, why: str) -> None:
@@ -180,7 +184,8 @@ class _Marks:
 
 
 def _name(member: dict[str, Any]) -> str:
-    return f"rank {member.get('rank')} ({member.get('node')}, pid {member.get('pid')})"
+    standby = ", a standby" if member.get("standby") else ""
+    return f"rank {member.get('rank')} ({member.get('node')}, pid {member.get('pid')}{standby})"
 
 
 def _named(names: Sequence[str | None]) -> str:

@@ -2,7 +2,8 @@
 
 A lease is an object in the run's storage, `driver/000001.json`, whose counter its holder increments while it lives.
 Each acquisition has a number, its term, and the newest term is valid. A driver acquires the lease by creating the next
-term, which only one driver can do, and releases it by marking its term as released. Older objects are deleted.
+term, which only one driver can do, and releases it by marking its term as released. Older objects are deleted. The term
+is also the number of the driver's session: sessions are in the order of their terms, whatever the clocks show.
 
 The process of a holder shows whether it is alive, if it can be seen from here. Otherwise its counter does, so the
 clocks of machines are never compared.
@@ -54,13 +55,15 @@ class DriverLease:
     """This driver's lease on a run. `acquire` takes it, and the end of the `with` block releases it.
 
     Attributes:
-        session: the unique name of this start of the driver, as in its ledger.
+        session: the unique name of this start of the driver, as in its ledger; empty before `acquire`.
         replaced: set when another driver has taken over the run, and never cleared.
 
     Args:
         storage: the run's folder.
         run_name: the run's name, for messages.
+        name_session: returns a new name for a session with this number.
         notify: shows a message at the driver's terminal.
+        after: the number of the newest session in the ledger: a person may have deleted all leases of the run.
         driver: the driver that takes the lease; by default this process.
         clock: a monotonic clock, in seconds.
     """
@@ -69,19 +72,20 @@ class DriverLease:
         self,
         storage: Storage,
         run_name: str,
-        session: str,
+        name_session: Callable[[int], str],
         notify: Callable[[str], None],
         *,
+        after: int = 0,
         driver: Driver | None = None,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        self.session = session
+        self.session = ""
         self.replaced = threading.Event()
         self._storage = storage
         self._run_name = run_name
-        self._notify = notify
-        self._driver = driver or Driver.this_process(session)
+        self._name_session, self._notify, self._after = name_session, notify, after
+        self._driver = driver or Driver.this_process()
         self._clock = clock
         self._sleep = sleep
         self._lock = threading.Lock()
@@ -117,7 +121,7 @@ class DriverLease:
             previous = None if newest is None or newest.released else newest
             if previous is not None and not self._has_expired(previous):
                 continue
-            if self._create_term(newest.term + 1 if newest else 1):
+            if self._create_term(max(newest.term if newest else 0, self._after) + 1):
                 break
         if previous is not None:
             self._notify(f"run {self._run_name!r}: taking over from a dead driver: {previous.driver}")
@@ -205,6 +209,8 @@ class DriverLease:
 
     def _create_term(self, term: int) -> bool:
         """Acquires a term. Returns False if another driver was first."""
+        self.session = self._name_session(term)
+        self._driver = replace(self._driver, session=self.session)
         with suppress(FileExistsError):  # perhaps this driver created it, and only the answer was lost
             RetryingStorage(self._storage).create(_key(term), self._content())
             self._term = term

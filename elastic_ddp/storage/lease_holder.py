@@ -38,7 +38,7 @@ class Driver:
         return f"pid {self.pid} of {self.user} on {self.host}, since {self.since}, {ray}{command}"
 
     @classmethod
-    def this_process(cls, session: str) -> Driver:
+    def this_process(cls, session: str = "") -> Driver:
         """Describes the current process."""
         try:
             user = getpass.getuser()

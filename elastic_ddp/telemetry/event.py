@@ -49,7 +49,7 @@ class Event:
     seq: int = 0
     """Number of the event in its session, from 0."""
     session: str = ""
-    """The driver's session that the event belongs to, such as `20261120T101500Z-3f9a1c`."""
+    """The driver's session that the event belongs to, such as `s000002-20261120T101500Z-3f9a1c`."""
 
     @property
     def moment(self) -> float:

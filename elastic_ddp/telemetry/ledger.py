@@ -20,11 +20,21 @@ from elastic_ddp.telemetry.events import SessionEnded
 _log = logging.getLogger(__name__)
 _SEGMENT_BYTES = 64 * 1024
 _SEGMENT = re.compile(r"ledger/(?P<session>[^/]+)-[0-9]{6}\.jsonl")
+_NUMBERED = re.compile(r"s([0-9]{6,})-.+")
 
 
-def new_session(clock: Callable[[], float] = time.time) -> str:
-    """Returns a name for a driver's session that sorts by time, such as `20261120T101500Z-3f9a1c`."""
-    return f"{datetime.fromtimestamp(clock(), UTC):%Y%m%dT%H%M%SZ}-{uuid.uuid4().hex[:6]}"
+def new_session(number: int, clock: Callable[[], float] = time.time) -> str:
+    """Returns a name for a driver's session that sorts by its number, such as `s000002-20261120T101500Z-3f9a1c`.
+
+    The time is for people: the clocks of machines differ.
+    """
+    return f"s{number:06d}-{datetime.fromtimestamp(clock(), UTC):%Y%m%dT%H%M%SZ}-{uuid.uuid4().hex[:6]}"
+
+
+def _number_of(session: str) -> int:
+    """Returns the number of a session; 0 for those of version 0.1.0, whose names begin with their time."""
+    match = _NUMBERED.fullmatch(session)
+    return int(match[1]) if match else 0
 
 
 class Ledger:
@@ -97,8 +107,15 @@ def list_sessions(storage: Storage) -> list[str]:
     return sorted({match["session"] for match in matches if match})
 
 
+def newest_number(storage: Storage) -> int:
+    """Returns the number of the newest session with events; 0 without one."""
+    return max(map(_number_of, list_sessions(storage)), default=0)
+
+
 def read_ledger(storage: Storage) -> list[Event]:
-    """Returns the events of all sessions, in the order of the sessions' start and then of `Event.seq`.
+    """Returns the events of all sessions, in the order of the sessions' numbers and then of `Event.seq`.
+
+    Sessions of version 0.1.0, which have no number, come first, in the order of their start.
 
     A line that is not valid JSON is skipped, with a warning unless it is the last of its segment, which may be torn.
     """
@@ -115,9 +132,9 @@ class LedgerReader:
         self._storage = storage
         self._complete: set[str] = set()
         """Keys of segments that were read and will not change: there was a later one, or their session had ended."""
-        self._begun: dict[str, float] = {}
+        self._order: dict[str, tuple[int, float, str]] = {}
         self._num_read: dict[str, int] = {}
-        """Start of each session, and the number of its next event."""
+        """What sessions are sorted by, and the number of the next event of each."""
 
     def read(self) -> list[Event]:
         """Returns the new events, in the order of `read_ledger`. Raises StorageError if the storage fails."""
@@ -136,9 +153,9 @@ class LedgerReader:
             if events:
                 events.sort(key=lambda event: event.seq)  # not by time: the clock may be set back
                 added[session], self._num_read[session] = events, events[-1].seq + 1
-                self._begun.setdefault(session, events[0].time)
-        sessions = sorted(added, key=lambda session: (self._begun[session], session))
-        return [event for session in sessions for event in added[session]]
+                number = _number_of(session)
+                self._order.setdefault(session, (number, 0.0 if number else events[0].time, session))
+        return [event for session in sorted(added, key=self._order.__getitem__) for event in added[session]]
 
 
 def _parse(key: str, data: bytes) -> list[Event]:

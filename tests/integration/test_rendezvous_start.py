@@ -71,7 +71,7 @@ def test_status_finds_a_run_on_a_cluster_that_requires_a_token(name: str, by: st
     if by == "RAY_ADDRESS":
         environment["RAY_ADDRESS"] = address
     line = [sys.executable, "-m", "elastic_ddp.cli.main", "status", uri if by == "folder" else name]
-    with DriverLease(Storage(uri), name, "session", print) as lease:
+    with DriverLease(Storage(uri), name, lambda _: "session", print) as lease:
         lease.acquire()
         lease.renew(ray_address=address)
         result = subprocess.run(line, env=environment, capture_output=True, text=True, timeout=60)

@@ -53,7 +53,7 @@ def test_a_commit_records_its_run_versions_and_position(new_run: NewRun, tmp_pat
 def test_workers_of_a_replaced_driver_commit_nothing(new_run: NewRun, tmp_path: Path) -> None:
     run = new_run()
     storage = Storage(tmp_path / "run")
-    with DriverLease(storage, "test", "another", print) as lease:
+    with DriverLease(storage, "test", lambda _: "another", print) as lease:
         lease.acquire()
         with pytest.raises(DriverReplacedError, match=r"driver.*: pid"):
             train(run)

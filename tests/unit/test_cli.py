@@ -140,7 +140,7 @@ def test_show_of_a_live_run_has_the_status_running(tmp_path: Path, monkeypatch: 
     started = ("session_started", {"config": {"name": "lm"}})
     write_ledger(tmp_path, "s1", started, ("generation", {"generation": 1, "world_size": 3, "reason": "start"}))
     assert "unfinished" in (killed := invoke("show", str(tmp_path)).output) and "not recorded" in killed
-    with DriverLease(Storage(tmp_path), "lm", "s1", print) as lease:
+    with DriverLease(Storage(tmp_path), "lm", lambda _: "s1", print) as lease:
         lease.acquire()
         monkeypatch.setattr(Driver, "is_alive", lambda driver: True)  # seen from another process
         live = invoke("show", str(tmp_path)).output

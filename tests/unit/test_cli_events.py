@@ -178,7 +178,7 @@ def test_events_follows_a_run_until_its_session_ends(
         result.append(invoke("events", str(tmp_path), "--follow", "--json").stdout)
         printed.set()
 
-    with DriverLease(Storage(tmp_path), "lm", "s1", print) as lease:
+    with DriverLease(Storage(tmp_path), "lm", lambda _: "s1", print) as lease:
         lease.acquire()
         thread = threading.Thread(target=follow)
         thread.start()
@@ -253,7 +253,7 @@ def test_a_failed_request_to_the_storage_loses_no_event(
     with monkeypatch.context() as patch:
         patch.setattr(Storage, "read", lambda storage, key: (_ for _ in ()).throw(StorageError("503 Slow Down")))
         assert run.poll() == ([], False)
-    with DriverLease(Storage(tmp_path), "lm", "s1", print) as lease:
+    with DriverLease(Storage(tmp_path), "lm", lambda _: "s1", print) as lease:
         lease.acquire()
         events, is_over = run.poll()
     assert [event.event for event in events] == ["commit"] and not is_over

@@ -251,7 +251,7 @@ def test_prune_removes_objects_of_a_run_without_a_complete_commit(tmp_path: Path
 
 def test_prune_removes_nothing_while_the_run_is_live(tmp_path: Path, commits: list[Commit]) -> None:
     driver = replace(Driver.this_process("another"), started=started(1), pid=1)
-    with DriverLease(Storage(tmp_path / "lm"), "lm", "another", print, driver=driver) as lease:
+    with DriverLease(Storage(tmp_path / "lm"), "lm", lambda _: "another", print, driver=driver) as lease:
         lease.acquire()
         message = rf"the run is live.*pid 1 of .*{socket.gethostname()}"
         with pytest.raises(ConfigError, match=message):

@@ -157,7 +157,7 @@ def test_no_credential_is_in_a_file_of_the_run_or_in_its_output(
     rendezvous = inprocess_rendezvous()
     monkeypatch.setattr(session_module, "run_workers", lambda *_: rendezvous.ask("end", None, None, outcome))
     check_identity(job, may_replace=False)
-    with DriverLease(job.storage, "test", "session", print) as lease:
+    with DriverLease(job.storage, "test", lambda _: "session", print) as lease:
         lease.acquire()
         gcs = GcsWatch("127.0.0.1:1")
         session: Any = Session(job, rendezvous, None, lease, time.time(), gcs)

@@ -20,6 +20,7 @@ from elastic_ddp.storage import lease_holder as driver_module
 from elastic_ddp.storage.lease import EXPIRES_AFTER_S, DriverLease
 from elastic_ddp.storage.lease_holder import Driver, started
 from elastic_ddp.storage.storage import Storage
+from elastic_ddp.telemetry.ledger import new_session
 
 REMOTE = replace(
     Driver.this_process("remote"), host="far", pid=7, user="ada", boot_id="another boot", ray_address="10.0.0.9:6379"
@@ -73,7 +74,7 @@ class Drivers:
         made = DriverLease(
             storage or self.storage,
             "moon",
-            session,
+            lambda _: session,
             self.messages.append,
             driver=driver and replace(driver, session=session),
             clock=self.clock.read,
@@ -435,3 +436,28 @@ def test_a_lease_acquired_during_an_outage_is_given_back(
             lease.acquire()
         monkeypatch.undo()
     assert stored_lease(storage)["released"] is True
+
+
+def test_each_driver_gets_a_larger_number_for_its_session(storage: Storage) -> None:
+    sessions = []
+    for _ in range(2):
+        with DriverLease(storage, "moon", new_session, print) as lease:
+            lease.acquire()
+            sessions.append(lease.session)
+            assert stored_lease(storage)["session"] == lease.session
+    storage.delete_tree("driver")
+    with DriverLease(storage, "moon", new_session, print, after=2) as lease:
+        lease.acquire()
+        sessions.append(lease.session)
+    assert [session[:8] for session in sessions] == ["s000001-", "s000002-", "s000003-"]
+
+
+def test_a_driver_whose_number_another_one_took_gets_the_next(storage: FaultyStorage, drivers: Drivers) -> None:
+    def take() -> None:
+        with drivers("quick", storage=Storage(storage.uri)) as quick:
+            quick.acquire()
+
+    storage.before_create = take
+    with DriverLease(storage, "moon", lambda number: f"slow {number}", print) as lease:
+        lease.acquire()
+        assert lease.session == stored_lease(storage)["session"] == "slow 2"

@@ -15,7 +15,7 @@ from elastic_ddp.errors import StorageError
 from elastic_ddp.storage.storage import Storage
 from elastic_ddp.telemetry.event import UnknownEvent
 from elastic_ddp.telemetry.events import Resumed, RunFailed, SessionStarted
-from elastic_ddp.telemetry.ledger import Ledger, new_session, read_ledger
+from elastic_ddp.telemetry.ledger import Ledger, LedgerReader, new_session, newest_number, read_ledger
 
 
 class Clock:
@@ -47,10 +47,10 @@ def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Storage:
     return Storage(f"memory://{uuid.uuid4().hex}" if request.param == "memory" else tmp_path)
 
 
-def test_a_session_sorts_by_its_time() -> None:
-    name = new_session(lambda: 1_795_169_700.25)
-    assert re.fullmatch(r"20261120T101500Z-[0-9a-f]{6}", name)
-    assert name < new_session(lambda: 1_795_169_701.0)
+def test_a_session_sorts_by_its_number_whatever_its_clock_shows() -> None:
+    name = new_session(2, lambda: 1_795_169_700.25)
+    assert re.fullmatch(r"s000002-20261120T101500Z-[0-9a-f]{6}", name)
+    assert name < new_session(3, lambda: 1_795_169_600.0)
 
 
 def test_only_flushed_events_are_read_and_in_order(storage: Storage) -> None:
@@ -108,7 +108,20 @@ def test_events_survive_an_outage_and_only_close_raises(tmp_path: Path, caplog: 
     assert [event.seq for event in read_ledger(storage)] == list(range(40))
 
 
-def test_sessions_are_in_the_order_of_their_start(storage: Storage) -> None:
+def test_sessions_are_in_the_order_of_their_numbers_whatever_the_clocks_show(storage: Storage) -> None:
+    reader, seen = LedgerReader(storage), list[str]()
+    of_0_1_0 = ["20261120T101500Z-3f9a1c", "20261120T101700Z-000000"]
+    numbered = [new_session(number, Clock(start)) for number, start in ((9, 5000.0), (10, 300.0), (1_000_000, 4000.0))]
+    for session, start in zip([*of_0_1_0, *numbered], (800.0, 900.0, 5000.0, 300.0, 4000.0), strict=True):
+        ledger = Ledger(storage, session, Clock(start))
+        ledger.append(Resumed(step=1))
+        ledger.close()
+        seen += [event.session for event in reader.read()]
+    assert [event.session for event in read_ledger(storage)] == seen == [*of_0_1_0, *numbered]
+    assert newest_number(storage) == 1_000_000
+
+
+def test_sessions_of_version_0_1_0_are_in_the_order_of_their_start(storage: Storage) -> None:
     for session, start in (("20261120T101500Z-ffffff", 100.0), ("20261120T101500Z-000000", 200.0)):
         ledger = Ledger(storage, session, Clock(start))
         for number in range(12):
