@@ -247,7 +247,7 @@ class Rendezvous:
             coordinator.retire(member.id)
 
     async def end(self, member: Member, progress: dict[str, Any] | None, outcome: dict[str, Any]) -> bool:
-        """Takes how the run ended: finished, stopped or failed. The first outcome counts, and none of failed members.
+        """Takes how the run ended; see `RunFinished.status`. The first outcome counts, and none of failed members.
         Returns False if the run continues: the member failed before it ever trained, and others train."""
         async with self._locked() as coordinator:
             if coordinator.membership.why_gone(member.id) is None:

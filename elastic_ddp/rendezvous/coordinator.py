@@ -122,6 +122,7 @@ class Coordinator:
 
     def _record_failure(self, error: str, *, member: str | None = None, reported_by: str | None = None) -> None:
         generation = self.membership.generation
+        self.state.shortfall.failed(len(self._formed), time.monotonic())
         self.record(events.WorkerFailed(generation=generation, member=member, reported_by=reported_by, error=error))
         self.notify_members = True
 
@@ -183,15 +184,15 @@ class Coordinator:
             self.state.restored = formed.number
         reported, speed = self.event_log.progress.get("step", 0), self.event_log.steps_per_s or 0.0
         self.state.attempts.generation_formed(formed, reported, speed)
+        recovered_s = self.state.shortfall.formed(formed, self.membership.limit, time.monotonic())
         self._snapshot.save(self.state)
         self.hangs.begin([member.id for member in formed.members], time.monotonic())
-        self._stacks_requested_at, self._planned = None, {}
-        self._formed = formed.assignments(*self._store)
+        self._stacks_requested_at, self._planned, self._formed = None, {}, formed.assignments(*self._store)
         if self._account:
             self.record(events.GenerationAccount(generation=formed.number - 1, account=self._account))
             self._account = {}
         standing_by = len(self.membership.known()) - len(formed.members) if self.membership.evenly_divided else 0
-        self.record(replace(formed.event(), standing_by=standing_by))
+        self.record(replace(formed.event(), standing_by=standing_by, recovered_s=recovered_s))
         self.notify_members = True
 
     def _record_dismissals(self) -> None:

@@ -131,6 +131,7 @@ class FormedGeneration:
         """Returns the ledger's event of the generation."""
         members = [
             {"rank": rank, "node": member.node, "pid": member.pid, "id": member.id}
+            | ({"standby": True} if member.is_standby else {})
             for rank, member in enumerate(self.members)
         ]
         return GenerationFormed(

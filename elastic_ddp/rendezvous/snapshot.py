@@ -18,6 +18,7 @@ from pydantic import TypeAdapter
 
 from elastic_ddp.rendezvous.attempts import Attempts
 from elastic_ddp.rendezvous.membership import Membership
+from elastic_ddp.rendezvous.shortfall import Shortfall
 
 
 @dataclass
@@ -43,6 +44,7 @@ class State:
     """Number of requests to members so far; see `MemberRequests`."""
     attempts: Attempts = field(default_factory=Attempts)
     """Failures since the run last made progress."""
+    shortfall: Shortfall = field(default_factory=Shortfall)
 
     @property
     def open_request(self) -> int:

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
-from elastic_ddp.formatting import first_line, last_line, plural
+from elastic_ddp.formatting import duration, first_line, last_line, plural
 from elastic_ddp.telemetry import events
 from elastic_ddp.telemetry.event import EXITED, PEER_FAILED, Event
 from elastic_ddp.telemetry.request_events import Profiled
+
+
+def describe_status(facts: Mapping[str, Any]) -> str:
+    """Returns the status of a run in words. `facts` has its `status`, `steps` and `total_steps`."""
+    if facts["status"] != "left":
+        return str(facts["status"])
+    return f"left its loop at step {facts['steps'] or 0:,} of {facts['total_steps'] or 0:,}"
 
 
 def describe_event(event: Event, session: int | None = None) -> str | None:
@@ -23,6 +31,10 @@ def describe_event(event: Event, session: int | None = None) -> str | None:
         case events.GenerationFormed(standing_by=number) if number:
             wait = "waits" if number == 1 else "wait"
             return f"{plural(number, 'ready worker')} {wait}: even_micro_batches allows {event.world_size}"
+        case events.GenerationFormed(recovered_s=float(seconds)):
+            standbys = sum(bool(member.get("standby")) for member in event.members)
+            began = f"; {standbys} of them began as standby" if standbys else ""
+            return f"{plural(event.world_size, 'worker')} again, {duration(seconds)} after a failure{began}"
         case events.CommitSucceeded():
             return f"[step {event.step}] checkpoint committed in {event.seconds:.2f} s"
         case events.CommitFailed():

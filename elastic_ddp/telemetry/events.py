@@ -44,7 +44,7 @@ class RunFinished(Event, event="finished"):
     """The session ends, whatever its outcome."""
 
     status: str
-    """`finished`, `stopped` or `failed`."""
+    """`finished`; `left` if the training function left its loop before the last step; `stopped` or `failed`."""
     steps: int | None = None
     """Steps done since the start of the run."""
     total_steps: int | None = None
@@ -56,7 +56,7 @@ class RunFinished(Event, event="finished"):
     samples_sha256: str | None = None
     """Hash chain over the sample ids, in order."""
     weights_sha256: str | None = None
-    """Hash of the final weights; null unless the status is `finished`."""
+    """Hash of the final weights; null unless the status is `finished` or `left`."""
     metrics: Mapping[str, Any] | None = None
     """Last values of metrics, by name."""
     error: str | None = None
@@ -77,7 +77,9 @@ class GenerationFormed(GenerationEvent, event="rendezvous"):
     waited_s: float = 0.0
     """Seconds for which there had been too few workers."""
     members: list[dict[str, Any]] = field(default_factory=list)
-    """Rank, node address, process id and worker id of each member."""
+    """Rank, node address, process id and worker id of each member; `standby` is true for one that was a standby."""
+    recovered_s: float | None = None
+    """Seconds from the failure of a worker to this generation, if it is the first with as many workers as before."""
     standing_by: int = 0
     """Number of ready workers that do not train, because of `even_micro_batches`."""
 
@@ -138,10 +140,7 @@ class StepsCompleted(AgreedEvent, event="steps"):
 
 
 class PhasesMeasured(AgreedEvent, event="phases"):
-    """Where the time of the steps since the last event of this kind went. Rank 0 reports it.
-
-    Lists have one value for each rank, in the order of ranks.
-    """
+    """Where the time of steps since the last such event went. Rank 0 reports it. Lists are in the order of ranks."""
 
     step: int
     """Steps done since the start of the run, up to the last step measured."""

@@ -18,7 +18,8 @@ forward: the code in the loop over `micro_batches()`, up to `step.backward`.
 backward: `step.backward`, without communication.
 communication: waiting for other ranks, such as a slow one. What overlaps with the backward does not count.
 optimizer: the step of optimizers and schedulers.
-other: the rest, such as code outside of `with step`, evaluations, and the time for which a commit holds up training.
+other: the rest, such as code after the last micro-batch or outside of `with step`, evaluations, and the time for which
+    a commit holds up training.
 """
 STEP_PHASES: tuple[StepPhase, ...] = get_args(StepPhase)
 MIN_STEPS = 20

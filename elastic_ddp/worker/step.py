@@ -163,6 +163,7 @@ class Step:
             num_dummies = 0
             yield from self._micro_batch(batch)
             self._activity.enter("data")
+        self._activity.enter("between steps")  # the user's code up to `optimize`
         self._current = None
 
     def _micro_batch(self, batch: MicroBatch, *, is_dummy: bool = False) -> Iterator[Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 
 import pytest
@@ -11,7 +12,7 @@ from elastic_ddp.rendezvous.hang import ActivityReport
 from elastic_ddp.rendezvous.messages import PlannedAssignment, RendezvousOptions
 from elastic_ddp.telemetry.description import describe_event
 from elastic_ddp.telemetry.events import FirstStep
-from tests.unit.rendezvous_harness import Play, events_of, joined, member, report, started
+from tests.unit.rendezvous_harness import Play, events_of, joined, member, report, signaled, started
 
 OPTIONS = RendezvousOptions(min_workers=1, max_workers=2, heartbeat_timeout_s=30.0)
 STANDBY = replace(member("s", 1, size=1), is_standby=True)
@@ -102,3 +103,27 @@ def test_the_failure_of_a_standby_is_no_failed_attempt_of_a_run_that_has_lost_it
         assert {attempt.member for attempt in rendezvous._coordinator.state.attempts.failed} == {"a0", "a1"}
 
     play(scenario, OPTIONS)
+
+
+def test_a_generation_with_all_workers_again_has_the_time_since_the_failure_and_its_standbys(
+    play: Play, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("elastic_ddp.rendezvous.membership.BATCH_S", 0.0)
+
+    async def scenario(rendezvous: Rendezvous) -> None:
+        await rendezvous.heartbeat_address()
+        await started(rendezvous)
+        await rendezvous.retire(member("a", 1))
+        await joined(rendezvous, member("a", 0), after=1, step=5)
+        standby = asyncio.create_task(joined(rendezvous, STANDBY))
+        await signaled(rendezvous, member("a", 0), 2, lambda signals: signals.reconfigure)
+        await asyncio.gather(joined(rendezvous, member("a", 0), after=2, step=7), standby)
+        _, short, full = await events_of(rendezvous, "rendezvous")
+        assert (short.world_size, short.recovered_s) == (1, None)
+        assert full.world_size == 2 and 0.0 < full.recovered_s < 20.0
+        assert [each.get("standby", False) for each in full.members] == [False, True]
+        assert describe_event(replace(full, recovered_s=1.25)) == (
+            "2 workers again, 1.2 s after a failure; 1 of them began as standby"
+        )
+
+    play(scenario)

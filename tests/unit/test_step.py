@@ -340,3 +340,21 @@ def test_a_step_outside_of_its_block_is_refused(new_run: NewRun) -> None:
     model = prepared(run)
     step = next(iter(run.steps()))
     expect_config_error(run, lambda run: compute_gradients(step, model), "step 0", "`with step:`")
+
+
+def test_code_between_the_last_micro_batch_and_optimize_does_not_wait_for_data(
+    new_run: NewRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr("elastic_ddp.worker.phase_clock.time.perf_counter", lambda: now[0])
+    run = new_run(steps=4)
+    model = prepared(run)
+    for step in run.steps():
+        with step:
+            compute_gradients(step, model)
+            now[0] += 5.0
+            if step.index == 3:
+                taken = step.generation.phases.take()
+                assert taken["num_steps"] == 1, "the first two steps are not measured, and this one is not done"
+                assert (taken["phases"]["data"], taken["phases"]["other"]) == (0.0, 5.0)
+            step.optimize()
