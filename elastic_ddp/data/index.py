@@ -10,6 +10,7 @@ import base64
 import hashlib
 import io
 import json
+import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ from elastic_ddp.storage.errors import suggest_fix
 if TYPE_CHECKING:
     from elastic_ddp.storage.storage import Storage
 
+_log = logging.getLogger(__name__)
 _FOOTER_THREADS = 16
 
 
@@ -98,6 +100,8 @@ class DatasetIndex:
     @classmethod
     def from_bytes(cls, data: bytes) -> DatasetIndex:
         groups = pa.ipc.open_stream(data).read_all()
+        if not groups.num_rows:
+            raise ValueError("it has no row groups")
         header = json.loads(groups.schema.metadata[b"elastic_ddp"])
         return cls(
             files=tuple(DataFile(*file) for file in header["files"]),
@@ -135,6 +139,10 @@ def open_index(
             storage.create(key, index.to_bytes())
         except FileExistsError:  # another driver of this run stored one first
             index = DatasetIndex.from_bytes(storage.read(key))
+    except (pa.ArrowException, LookupError, OSError, TypeError, ValueError) as error:
+        _log.warning("%s/%s is damaged, and is built again: %s", storage.uri, key, error)
+        index = _index_files(source, files, columns)
+        storage.write(key, index.to_bytes())
     if index.files != tuple(files):
         if not may_replace():
             raise _change_error(index.files, files)

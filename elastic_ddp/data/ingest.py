@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from elastic_ddp.storage.storage import Storage
 
-_MARKER = "data/dataset.json"
+_MARKER, _COPIES = "data/dataset.json", "data/dataset-"
 _ROWS_PER_GROUP = 8192  # a window of several row groups fits in memory, and reads are large enough
 
 
@@ -34,7 +34,7 @@ def materialize(
         return f"{storage.uri}/{old_folder}"
     if old_folder is not None:
         note("writing the ray.data.Dataset again, because the run has no commit yet and the data may have changed")
-    name = f"data/dataset-{uuid.uuid4().hex}"
+    name = f"{_COPIES}{uuid.uuid4().hex}"
     filesystem, path = storage.at(name).filesystem_and_path()
     marker = json.dumps({"folder": name}).encode()
     try:
@@ -65,6 +65,15 @@ def _copy(storage: Storage) -> str | None:
         folder: str = json.loads(storage.read(_MARKER))["folder"]
     except FileNotFoundError:
         return None
+    except ValueError:  # cut by a power failure
+        folders = sorted({"/".join(key.split("/")[:2]) for key in storage.list("data") if key.startswith(_COPIES)})
+        if len(folders) != 1:
+            raise DataError(
+                f"{storage.uri}/{_MARKER} is damaged, and does not name the copy of the ray.data.Dataset. Write "
+                f'{{"folder": "..."}} into it, with one of: {", ".join(folders) or "(no copy is left)"}. Or use '
+                "another run name; run.load_weights can start that run from the weights of this one."
+            ) from None
+        (folder,) = folders
     return folder
 
 

@@ -11,13 +11,16 @@ from typing import Any
 from ray.runtime_env import RuntimeEnv
 from ray.util import inspect_serializability
 
+from elastic_ddp.checkpoint import CommitCatalog
+from elastic_ddp.checkpoint.record import identity_of
 from elastic_ddp.config.capacity import check_cpus, explain_shortage
 from elastic_ddp.config.run_config import RunConfig
 from elastic_ddp.data.index import DatasetIndex
 from elastic_ddp.data.map_style import MapStyleIndex
+from elastic_ddp.driver.display import print_note
 from elastic_ddp.errors import ConfigError
 from elastic_ddp.ray_internals.this_job import COPIES
-from elastic_ddp.worker.job import Job
+from elastic_ddp.worker.job import COMMITS, Job
 
 _IDENTITY = "run.json"
 _DESCRIPTION = "data_set"
@@ -110,11 +113,15 @@ def check_identity(job: Job, *, may_replace: bool) -> None:
     """
     storage, config, index = job.storage, job.config, job.index
     current = {**job.identity(), "data": index.fingerprint}
-    record = json.dumps({**current, _DESCRIPTION: str(index)}, indent=1).encode()
+    record, is_damaged = json.dumps({**current, _DESCRIPTION: str(index)}, indent=1).encode(), False
     try:
         recorded = None if may_replace else json.loads(storage.read(_IDENTITY))
     except FileNotFoundError:
         recorded = None
+    except ValueError:
+        print_note(f"{storage.uri}/{_IDENTITY} is damaged; it is written again from the newest commit")
+        newest = CommitCatalog(storage.at(COMMITS)).latest()
+        recorded, is_damaged = None if newest is None else identity_of(newest.record), True
     if recorded is None:
         storage.write(_IDENTITY, record)
         return
@@ -137,6 +144,8 @@ def check_identity(job: Job, *, may_replace: bool) -> None:
             f"run {config.name!r} in {config.storage} began with other settings: {'; '.join(changes)}. Restore these "
             "settings, or use another name; run.load_weights can start that run from the weights of this one."
         )
+    if is_damaged:
+        storage.write(_IDENTITY, record)
 
 
 def check_steps(index: DatasetIndex | MapStyleIndex, config: RunConfig) -> None:
