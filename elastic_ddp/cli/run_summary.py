@@ -13,6 +13,7 @@ from rich.text import Text
 from elastic_ddp.cli.output import facts_table, table
 from elastic_ddp.cli.phases import describe_bottleneck, describe_phases, format_gib
 from elastic_ddp.formatting import format_rate, plural
+from elastic_ddp.telemetry.description import describe_status
 from elastic_ddp.telemetry.goodput import PARTS, stall_parts
 
 STYLES = {"training": "bold green", "running": "bold green", "finished": "bold green", "failed": "bold red"}
@@ -29,7 +30,10 @@ def render(summary: Mapping[str, Any], *, driver_is_dead: bool = False) -> Rende
     status = str(summary["status"])
     why = ": its driver died" if status == "unfinished" and driver_is_dead else ""
     title = Text(str(summary["name"] or "run"), style="bold")
-    parts: list[RenderableType] = [title, _facts(summary, Text(status + why, style=STYLES.get(status, "bold yellow")))]
+    parts: list[RenderableType] = [
+        title,
+        _facts(summary, Text(describe_status(summary) + why, style=STYLES.get(status, "bold yellow"))),
+    ]
     if summary["generations"]:
         parts += [Text(), Text("generations", style="dim"), _generations(summary)]
     if len(summary["scaling"]) > 1:

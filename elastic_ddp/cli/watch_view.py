@@ -22,7 +22,7 @@ from elastic_ddp.cli.timeline import MARKS, Timeline, sparkline
 from elastic_ddp.formatting import clock_face, first_line, format_rate, format_time, plural
 from elastic_ddp.report.history import read_history
 from elastic_ddp.telemetry import events, phases
-from elastic_ddp.telemetry.description import describe_event
+from elastic_ddp.telemetry.description import describe_event, describe_status
 from elastic_ddp.telemetry.event import Event, last_of
 from elastic_ddp.telemetry.progress import MovingRate
 from elastic_ddp.telemetry.run_state import state_of
@@ -191,9 +191,9 @@ def _describe(event: Event, sessions: Sequence[str]) -> str | None:
         case events.SessionStarted(resumed_from_step=step):
             return f"session {number} resumes from step {step}"
         case events.RunFinished():
-            where = "" if event.steps is None else f" at step {event.steps}"
+            where = "" if event.steps is None or event.status == "left" else f" at step {event.steps}"
             error = first_line(event.error or "")
-            return f"{event.status}{where}{f': {error}' if error else ''}"
+            return f"{describe_status(vars(event))}{where}{f': {error}' if error else ''}"
     return describe_event(event, number if len(sessions) > 1 else None)
 
 

@@ -103,8 +103,8 @@ def report_outcome(job: Job, outcome: Mapping[str, Any]) -> None:
     """Reports how a session ended to the API of Ray's dashboard, if that is turned on."""
     from elastic_ddp.ray_internals import state_api
 
-    stopped = f"stopped after step {outcome.get('steps')}; the same command resumes it"
-    detail = {"finished": None, "stopped": stopped, "failed": outcome.get("error")}[outcome["status"]]
+    stopped = f"{outcome['status']} after step {outcome.get('steps')}; the same command resumes it"
+    detail = {"finished": None, "failed": outcome.get("error")}.get(outcome["status"], stopped)
     state_api.report_outcome(job.session, outcome["status"], detail)
 
 

@@ -26,6 +26,7 @@ _STACKS_WITHIN_S = 10.0
 """How long workers have to send their stacks; most need less than a second."""
 _ENDED = {
     "finished": "this run has finished",
+    "left": "this run left its loop before the last step, and the command that started it resumes it",
     "stopped": "this run was stopped, and the command that started it resumes it",
     "failed": "this run has failed, and the command that started it resumes it",
 }
@@ -53,7 +54,7 @@ class RunHandle:
 
             - `name`, `total_steps`, `min_workers`, `max_workers`: from the configuration.
             - `state`: `starting`, `training`, `waiting` (fewer than `min_workers`), `stopping`, `finished`,
-              `stopped` or `failed`.
+              `left` (its loop, before the last step), `stopped` or `failed`.
             - `waiting_for`: what a run with fewer than `min_workers` waits for, such as CPUs that another run holds.
             - `step`, `loss`, `steps_per_s`: the newest step, its training loss, and the speed in steps per second.
             - `generation`, `world_size`: the current generation, and its number of workers (0 while waiting).

@@ -51,7 +51,8 @@ from elastic_ddp.rendezvous.messages import RendezvousOptions
 from elastic_ddp.rendezvous.start import start_rendezvous
 from elastic_ddp.storage.lease import DriverLease
 from elastic_ddp.storage.storage import Storage
-from elastic_ddp.telemetry import new_session, read_ledger, summarize
+from elastic_ddp.telemetry import new_session, newest_number, read_ledger, summarize
+from elastic_ddp.telemetry.description import describe_status
 from elastic_ddp.temporary_folder import TemporaryFolder
 from elastic_ddp.worker.job import COMMITS, Job, has_commits
 
@@ -78,7 +79,8 @@ class RunResult:
     """The result of `ElasticTrainer.fit`. `summary.json` in the run's folder holds the same values and more."""
 
     status: str
-    """`"finished"`, or `"stopped"` if the run was stopped before its last step. A failed run raises instead."""
+    """`"finished"` after the last step; `"left"` if the training function left its loop before it, and `"stopped"` if
+    the run was stopped before it: the same command resumes such a run. A failed run raises instead."""
     steps: int
     """Optimizer steps done since the run began, in all sessions."""
     samples: int
@@ -176,8 +178,9 @@ class ElasticTrainer:
     def fit(self) -> RunResult:
         """Trains until all steps are done, and returns the result.
 
-        An unfinished run of this name resumes from its newest commit. A finished one starts no worker, unless the
-        configuration asks for more steps: loggers get the steps that they lack, and its result is returned.
+        An unfinished run of this name resumes from its newest commit, also if its training function left the loop
+        before the last step: the function is called again. A finished one starts no worker, unless the configuration
+        asks for more steps: loggers get the steps that they lack, and its result is returned.
 
         `fit` uses the Ray cluster at `RAY_ADDRESS` or on this machine, and starts one on this machine if there is none.
 
@@ -201,14 +204,14 @@ class ElasticTrainer:
             DriverReplacedError: another driver took over the run while this one was suspended.
             KeyboardInterrupt: a second Ctrl-C stopped the run.
         """
-        started_at = time.time()
+        started_at, after = time.time(), newest_number(self._storage)
         with (
-            DriverLease(self._storage, self.config.name, new_session(), print_note) as lease,
+            DriverLease(self._storage, self.config.name, new_session, print_note, after=after) as lease,
             closing(TemporaryFolder("run")) as snapshot_folder,
         ):
             if self._finished_result(0) is None:  # a finished run is not written to, unless it gets more steps
                 lease.acquire()
-            job = self._create_job(lease.session)
+            job = self._create_job()
             if (result := self._finished_result(job.total_steps)) is not None:
                 unit = "steps" if self.config.epochs is None else "epochs"
                 print_note(
@@ -218,6 +221,7 @@ class ElasticTrainer:
                 self._complete_loggers(lease)
                 return result
             lease.acquire()
+            job = replace(job, session=lease.session)
             resume_from = self._find_commit(job)
             self._connect(lease, job.num_data_tasks)
             warn_about_data(job.index, self.config, print_note)
@@ -258,7 +262,7 @@ class ElasticTrainer:
                 loggers.start()
                 loggers.complete()
 
-    def _create_job(self, session: str) -> Job:
+    def _create_job(self) -> Job:
         """Reads or builds the index of the data, and checks both against the record of the run."""
         data = self._data
         if is_ray_dataset(data):
@@ -281,7 +285,6 @@ class ElasticTrainer:
             collate_fn=self._collate_fn,
             weights=weights_of(index, self._sample_weights) if self._sample_weights is not None else None,
             storage=self._storage,
-            session=session,
         )
         check_identity(job, may_replace=self._may_replace())
         return job
@@ -346,8 +349,13 @@ class ElasticTrainer:
             summary = json.loads(self._storage.read(SUMMARY))
         except FileNotFoundError:
             return None
-        if summary["status"] != "finished" or total_steps > summary["total_steps"]:
-            return None
+        except ValueError:
+            print_note(f"{self._storage.uri}/{SUMMARY} is damaged; its content is computed again from the ledger")
+            summary = self._summarize()
+            if summary["status"] == "finished":
+                self._storage.write(SUMMARY, json.dumps(summary, indent=1).encode())
+        if summary["status"] != "finished" or max(total_steps, summary["total_steps"]) > summary["steps"]:
+            return None  # in version 0.1.0, a run that left its loop early was finished, too
         return self._result(summary)
 
     def _conclude(self, outcome: dict[str, Any], session: Session, lease: DriverLease) -> RunResult:
@@ -356,8 +364,7 @@ class ElasticTrainer:
         try:
             session.close_ledger()
             lease.renew()  # raises if another driver has the run, whose summary must not be replaced
-            summary = summarize(read_ledger(self._storage), name=self.config.name, storage=self._storage.uri)
-            summary |= self._find_best()
+            summary = self._summarize()
             self._storage.write(SUMMARY, json.dumps(summary, indent=1).encode())
         except StorageError as error:
             if outcome["status"] != "failed":
@@ -366,7 +373,13 @@ class ElasticTrainer:
             print_note(f"the end of the ledger and the summary could not be written: {error}")
         if outcome["status"] == "failed":
             raise getattr(errors, outcome["kind"], TrainFunctionError)(outcome["error"])
+        if outcome["status"] == "left":
+            print_note(f"run {self.config.name!r} {describe_status(outcome)}. The same command goes on from there.")
         return self._result(summary)
+
+    def _summarize(self) -> dict[str, Any]:
+        summary = summarize(read_ledger(self._storage), name=self.config.name, storage=self._storage.uri)
+        return summary | self._find_best()
 
     def _find_best(self) -> dict[str, Any]:
         """Returns the step and the value of the best commit, for the summary."""

@@ -18,7 +18,7 @@ TAG = "elastic_ddp.run_id"
 """The tag by which a later session finds its MLflow run."""
 STEP = "step"
 """A metric of every step whose value is the step. Its newest value is the newest step."""
-_STATUS = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
+_STATUS = {"finished": "FINISHED", "left": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
 _MAX_PARAM = 500
 _MAX_NAME = 250
 _PARAMS_PER_CALL = 100

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-_STATUS = {"finished": "FINISHED", "stopped": "ABORTED", "failed": "ERRORED"}
+_STATUS = {"finished": "FINISHED", "left": "FINISHED", "stopped": "ABORTED", "failed": "ERRORED"}
 """Ray Train's names for how a run ends."""
 ANSWERS_WITHIN_S = 5.0
 """How long the actor may take to answer the driver at the end of a run."""
@@ -147,8 +147,8 @@ def report_outcome(session: str, status: str, detail: str | None) -> None:
 
     Args:
         session: the id in the API.
-        status: `finished`, `stopped` or `failed`.
-        detail: the error, or why it stopped.
+        status: as in `RunFinished`.
+        detail: the error, or after which step it left its loop or stopped.
     """
     with suppress(RayError, GetTimeoutError):
         if not is_tracked() or (actor := get_state_actor()) is None:

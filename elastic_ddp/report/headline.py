@@ -28,7 +28,7 @@ def _progress(summary: Mapping[str, Any]) -> str:
     done = f"{steps:,} of {total:,} steps" if total not in (None, steps) else plural(steps, "step")
     status = str(summary["status"])
     words = {"finished": "Finished", "running": "Running, with", "dead": "Unfinished: its driver died after"}
-    words["unfinished"] = "Running or unfinished, with"
+    words |= {"unfinished": "Running or unfinished, with", "left": "Left its loop after"}
     return f"{words.get(status, f'{status.capitalize()} after')} {done}"
 
 

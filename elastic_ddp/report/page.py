@@ -19,6 +19,7 @@ from elastic_ddp.report.figure import Chart, color_of
 from elastic_ddp.report.headline import headline
 from elastic_ddp.report.history import History
 from elastic_ddp.report.timeline import timeline
+from elastic_ddp.telemetry.description import describe_status
 
 _MAX_MARKS, _MANY_MARKS = 200, 30
 """Events in the table; and from how many on it is folded."""
@@ -132,7 +133,7 @@ def _outcome(summary: Mapping[str, Any], metrics: Sequence[str]) -> dict[str, An
     values = summary["metrics"] or {}
     steps, total, share = summary["steps"] or 0, summary["total_steps"], summary["goodput"]["goodput"]
     return {
-        "status": _STATUS.get(summary["status"], summary["status"]),
+        "status": _STATUS.get(summary["status"]) or describe_status(summary),
         "steps": f"{steps:,}" + (f" of {total:,}" if total not in (None, steps) else ""),
         "final loss": _number(summary["loss"]["last"]),
         **{name: _number(values.get(name)) for name in metrics},

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from elastic_ddp.telemetry import events
+from elastic_ddp.telemetry.description import describe_status
 from elastic_ddp.telemetry.event import MEMBERSHIP_CHANGED, PEER_FAILED, STATE_TRANSFERRED, Event
 
 
@@ -34,7 +35,7 @@ def state_of(ledger: Sequence[Event], *, driver_is_dead: bool = False) -> RunSta
             case events.EvaluationStarted():
                 text = f"evaluating ({event.name})"
             case events.RunFinished():
-                outcome = event.status
+                outcome = describe_status(vars(event))
     if outcome is not None:
         return RunState(outcome, is_live=False)
     if driver_is_dead:

@@ -132,7 +132,7 @@ def _session(events: list[Event]) -> Session:
         name=events[0].session,
         began_at=began_at,
         length_s=length_s,
-        finished=any(isinstance(event, RunFinished) and event.status == "finished" for event in ends),
+        finished=any(isinstance(event, RunFinished) and event.status in ("finished", "left") for event in ends),
         first_step=(started.resumed_from_step or 0) if started is not None else None,
         generations=list(generations.values()),
     )

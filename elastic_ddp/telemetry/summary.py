@@ -40,8 +40,8 @@ def summarize(events: Iterable[Event], *, name: str | None = None, storage: str 
         name, storage: by default from the configuration in the newest `session_started`.
 
     Returns:
-        name, status ("finished", "stopped", "failed"; "unfinished" for a run that is running or whose driver died),
-        error, steps, total_steps (that the configuration asks for), epochs, samples,
+        name, status ("finished", "left", "stopped", "failed", see `RunFinished`; "unfinished" for a run that is running
+        or whose driver died), error, steps, total_steps (that the configuration asks for), epochs, samples,
         wall_seconds (of all sessions, from the call of `fit` to the end), samples_per_second (of that time),
         goodput (seconds of each part of that time, see `goodput`), sessions and commits (their numbers),
         phases (seconds of each phase of a step, averaged over the run), bottleneck (of the newest steps, see

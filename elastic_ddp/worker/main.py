@@ -120,7 +120,8 @@ def _train(loop: Loop, context: WorkerContext) -> tuple[Outcome | None, str | No
                         f"train returned a {type(result).__name__}, whose code has not run. Define the function and "
                         "its decorators with `def`, and without `yield`."
                     )
-                return {"status": "finished", **loop.finish()}, None
+                done = loop.finish()
+                return {"status": "left" if done["steps"] < done["total_steps"] else "finished", **done}, None
             except RestartTraining:
                 pass  # what follows is outside of this block: the traceback keeps what the function has built
             loop.restart()

@@ -197,7 +197,7 @@ def test_a_finished_run_completes_loggers_that_lack_steps(tmp_path: Path) -> Non
     for event in session_events():
         ledger.append(event)
     ledger.close()
-    storage.write("summary.json", json.dumps({"status": "finished", "total_steps": 16}).encode())
+    storage.write("summary.json", json.dumps({"status": "finished", "steps": 16, "total_steps": 16}).encode())
     ElasticTrainer(takes_a_run, {"x": np.zeros(64)}, settings, loggers=[keeper]).fit()
     assert keeper.steps == [1, 2, 3, 4, 5, 6] and keeper.status == "finished"
     assert len(read_ledger(storage)) == len(session_events())

@@ -107,6 +107,24 @@ def test_rows_are_read_while_the_training_function_builds_its_model(
     assert len(plans) == (1 if len(owned) == 4 else 2), "the first generation uses what was read for it"
 
 
+@pytest.mark.parametrize(("leave_at", "status"), [(None, "finished"), (2, "left"), (0, "left")])
+def test_a_loop_that_is_left_before_the_last_step_does_not_finish_the_run(
+    outcome_of: Callable[[Train], dict[str, Any]], leave_at: int | None, status: str
+) -> None:
+    def train(run: Run) -> None:
+        model = prepared(run)
+        for step in run.steps():
+            if step.index == leave_at:
+                return
+            with step:
+                compute_gradients(step, model)
+                step.optimize()
+
+    outcome = outcome_of(train)
+    assert (outcome["status"], outcome["steps"]) == (status, outcome["total_steps"] if leave_at is None else leave_at)
+    assert outcome["weights_sha256"]
+
+
 @pytest.mark.parametrize("call", [dist.get_rank, dist.barrier, lambda: dist.new_group([0])])
 def test_a_collective_before_the_first_step_is_an_error_and_no_peer_failure(
     outcome_of: Callable[[Train], dict[str, Any]], call: Callable[[], Any]
