@@ -40,11 +40,6 @@ class RunLedger:
 
     def __init__(self, run: str) -> None:
         self._open(run)
-        if not self._first and (keys := self.storage.list("ledger")):
-            raise ConfigError(
-                f"{self.storage.uri}/{keys[-1]} is empty or damaged, so there is nothing to show. The commits are "
-                "not affected: `elastic-ddp checkpoints ls` lists them, and the same command resumes the run."
-            )
         if not self._first:
             matches = sorted(str(path) for path in Path().glob(f"*/{glob.escape(run)}") if list_sessions(Storage(path)))
             if len(matches) != 1 or Path(run).name != run:
@@ -56,6 +51,12 @@ class RunLedger:
         self.storage = Storage(folder)
         self._reader = LedgerReader(self.storage)
         self._first = self._reader.read()
+        if not self._first and (sessions := list_sessions(self.storage)):
+            raise ConfigError(
+                f"{self.storage.uri}/ledger/{sessions[-1]}-000000.jsonl is empty or damaged, so there is nothing to "
+                "show. The commits are not affected: `elastic-ddp checkpoints ls` lists them, and the same command "
+                "resumes the run."
+            )
 
     def read(self) -> list[Event]:
         """Returns the events that are new since the last call."""

@@ -21,6 +21,7 @@ import ray
 from elastic_ddp.distributed.assignment import Assignment
 from elastic_ddp.distributed.hosted_store import HostedStore
 from elastic_ddp.rendezvous.coordinator import Coordinator
+from elastic_ddp.rendezvous.event_log import SenderClocks
 from elastic_ddp.rendezvous.hang import AT_THE_START, STANDBY, ActivityReport
 from elastic_ddp.rendezvous.heartbeat import HeartbeatServer
 from elastic_ddp.rendezvous.member_requests import MemberRequests, plan_profile
@@ -73,6 +74,7 @@ class Rendezvous:
         self._requests = MemberRequests(self._coordinator.membership.why_gone)
         self._standbys: set[str] = set()
         """Ids of workers that wait to replace another one."""
+        self._clocks = SenderClocks()
         self._waiting_for: str | None = None
         self._ticker: asyncio.Task[None] | None = None
         self._cleaned = 0
@@ -226,8 +228,11 @@ class Rendezvous:
         async with self._locked():
             self._requests.answer(number, member.id, answer)
 
-    async def report(self, event: Event, progress: dict[str, Any] | None, sender: str = "", number: int = 0) -> None:
-        """Takes an event for the ledger and a progress report. See `EventLog.add`."""
+    async def report(
+        self, event: Event, progress: dict[str, Any] | None, sender: str = "", number: int = 0, sent_at: float = 0.0
+    ) -> None:
+        """Takes an event for the ledger and a progress report. See `EventLog.add` and `SenderClocks`."""
+        event = self._clocks.convert(event, sender, sent_at)
         async with self._locked() as coordinator:
             coordinator.report(event, progress, sender, number)
 

@@ -189,7 +189,7 @@ class RendezvousClient:
         """Sends an event with its number: Ray repeats the call if the rendezvous process dies."""
         self._num_sent += 1
         try:
-            self._call(self._rendezvous.report, event, self._progress, self.member.id, self._num_sent)
+            self._call(self._rendezvous.report, event, self._progress, self.member.id, self._num_sent, time.time())
         except Exception:  # no caller waits for the result
             _log.exception("the event %r was not sent to the rendezvous", event.event)
 

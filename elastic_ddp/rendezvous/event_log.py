@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from elastic_ddp.rendezvous.snapshot import Snapshot
@@ -146,6 +147,22 @@ class EventLog:
             return {"phases": None, "bottleneck": None}
         found = find_bottleneck(measured, nodes_of([formed] if formed is not None else [], measured))
         return {"phases": measured.to_json(), "bottleneck": None if found is None else found.to_json()}
+
+
+class SenderClocks:
+    """Converts the times of events from the clocks of their senders to the clock of this machine, the driver's."""
+
+    def __init__(self) -> None:
+        self._behind_s: dict[str, float] = {}
+        """Seconds by which the clock of each sender is behind, at most: a call takes time, and may be repeated."""
+
+    def convert(self, event: Event, sender: str, sent_at: float) -> Event:
+        """Returns the event with its time by this clock. `sent_at`: the sender's time as it sends it; 0 if unknown."""
+        if event.at is None or not sent_at:
+            return event
+        behind_s = time.time() - sent_at
+        self._behind_s[sender] = min(self._behind_s.get(sender, behind_s), behind_s)
+        return replace(event, at=event.at + self._behind_s[sender])
 
 
 def _identity(event: AgreedEvent) -> tuple[str, ...]:

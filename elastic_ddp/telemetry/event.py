@@ -43,7 +43,7 @@ class Event:
     event: ClassVar[str]
     """Name of the event."""
     at: float | None = None
-    """When it happened, by the clock of the process that reported it; null for events of the driver itself."""
+    """When it happened, by the clock of the driver's machine; null for events of the driver itself."""
     time: float = 0.0
     """When the driver appended it to the ledger, by the driver's clock."""
     seq: int = 0
@@ -53,7 +53,7 @@ class Event:
 
     @property
     def moment(self) -> float:
-        """When it happened. A worker's clock may be ahead; it happened before the driver recorded it."""
+        """When it happened. In ledgers of version 0.1.0 it is by a worker's clock, which may be ahead."""
         return self.time if self.at is None else min(self.at, self.time)
 
     def __init_subclass__(cls, event: str | None = None) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import resource
 import shutil
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -311,3 +312,17 @@ def test_the_outcome_survives_a_restart(play: Play, tmp_path: Path) -> None:
 
     play(first_life, options)
     play(second_life, options)
+
+
+def test_an_event_has_its_time_by_the_clock_of_the_driver_whatever_a_workers_clock_shows(play: Play) -> None:
+    async def scenario(rendezvous: Rendezvous) -> None:
+        await started(rendezvous)
+        before = time.time()
+        for number, clock in enumerate((1000.0, before + 3600.0)):
+            sender = f"a{number}"
+            await rendezvous.report(ledger_event("one", at=clock - 2.0), None, sender, 1, clock)
+            await rendezvous.report(ledger_event("one", at=clock), None, sender, 2, clock - 60.0)  # sent a minute ago
+        times = [event.at for event in await events_of(rendezvous, "one")]
+        assert times == pytest.approx([before - 2.0, before, before - 2.0, before], abs=10.0)
+
+    play(scenario)
