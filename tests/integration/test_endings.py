@@ -65,6 +65,21 @@ def make_train(
     return train
 
 
+def test_a_run_that_leaves_its_loop_goes_on_with_the_same_command(
+    cluster: None, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    calm = fit(folder, "stays", 1, make_train())
+    leave = make_train(lambda run, step: step == 4)
+    left = fit(folder, "leaves", 2, leave)
+    assert (left.status, left.steps, left.summary["total_steps"]) == ("left", 5, 12)
+    assert "run 'leaves' left its loop at step 5 of 12. The same command goes on" in capsys.readouterr().err
+    rest = fit(folder, "leaves", 1, leave)
+    assert (rest.status, rest.steps) == ("finished", 12)
+    assert (rest.weights_sha256, rest.samples_sha256) == (calm.weights_sha256, calm.samples_sha256)
+    again = fit(folder, "leaves", 2, leave)
+    assert "has finished its 12 steps" in capsys.readouterr().err and again.summary["sessions"] == 2
+
+
 def evaluate_on_rank_0(folder: Path) -> Callable[[ed.Run, int], None]:
     def evaluate(run: ed.Run, step: int) -> None:
         if step == 5 and run.rank == 0:
