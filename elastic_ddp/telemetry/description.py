@@ -33,8 +33,8 @@ def describe_event(event: Event, session: int | None = None) -> str | None:
             return f"{plural(number, 'ready worker')} {wait}: even_micro_batches allows {event.world_size}"
         case events.GenerationFormed(recovered_s=float(seconds)):
             standbys = sum(bool(member.get("standby")) for member in event.members)
-            began = f"; {standbys} of them began as standby" if standbys else ""
-            return f"{plural(event.world_size, 'worker')} again, {duration(seconds)} after a failure{began}"
+            former = f", {plural(standbys, 'former standby')} among them" if standbys else ""
+            return f"{plural(event.world_size, 'worker')} again, {duration(seconds)} after a failure{former}"
         case events.CommitSucceeded():
             return f"[step {event.step}] checkpoint committed in {event.seconds:.2f} s"
         case events.CommitFailed():

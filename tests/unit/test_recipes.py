@@ -67,3 +67,14 @@ def test_early_stopping_ends_the_run_at_the_same_step_after_a_resume(recipe_run:
     for steps in (35, 100, 100):
         outcome = train_with("early_stopping", recipe_run(folder="run", steps=steps))
         assert outcome["steps"] == min(steps, 40)
+
+
+def test_a_run_that_its_time_budget_ended_goes_on_with_the_same_bits(
+    recipe_run: NewRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calm = train_with("time_budget", recipe_run(folder="calm", steps=4))
+    monkeypatch.setitem(RECIPES, "over", RECIPES["time_budget"].replace("+ 3600.0", "- 1.0"))
+    left = train_with("over", recipe_run(folder="run", steps=4))
+    rest = train_with("time_budget", recipe_run(folder="run", steps=4))
+    assert (left["steps"], left["total_steps"]) == (1, 4)
+    assert rest == calm

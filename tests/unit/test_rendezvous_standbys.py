@@ -123,7 +123,7 @@ def test_a_generation_with_all_workers_again_has_the_time_since_the_failure_and_
         assert full.world_size == 2 and 0.0 < full.recovered_s < 20.0
         assert [each.get("standby", False) for each in full.members] == [False, True]
         assert describe_event(replace(full, recovered_s=1.25)) == (
-            "2 workers again, 1.2 s after a failure; 1 of them began as standby"
+            "2 workers again, 1.2 s after a failure, 1 former standby among them"
         )
 
     play(scenario)
