@@ -12,10 +12,12 @@ import pytest
 import torch
 
 from elastic_ddp.errors import StorageError
+from elastic_ddp.report.history import read_history
 from elastic_ddp.storage.storage import Storage
 from elastic_ddp.telemetry.event import UnknownEvent
-from elastic_ddp.telemetry.events import Resumed, RunFailed, SessionStarted
+from elastic_ddp.telemetry.events import GenerationFormed, Resumed, RunFailed, RunFinished, SessionStarted
 from elastic_ddp.telemetry.ledger import Ledger, LedgerReader, new_session, newest_number, read_ledger
+from elastic_ddp.telemetry.summary import summarize
 
 
 class Clock:
@@ -119,6 +121,20 @@ def test_sessions_are_in_the_order_of_their_numbers_whatever_the_clocks_show(sto
         seen += [event.session for event in reader.read()]
     assert [event.session for event in read_ledger(storage)] == seen == [*of_0_1_0, *numbered]
     assert newest_number(storage) == 1_000_000
+
+
+def test_the_outcome_is_that_of_the_newest_session_also_if_its_clock_is_behind(storage: Storage) -> None:
+    for number, steps, start in ((1, 10, 5000.0), (2, 20, 1000.0)):
+        ledger = Ledger(storage, new_session(number, Clock(start)), Clock(start))
+        ledger.append(SessionStarted(resumed_from_step=steps - 10 or None, config={"name": "x"}))
+        ledger.append(GenerationFormed(generation=1, world_size=1, reason="start"))
+        ledger.append(RunFinished(status="finished", steps=steps, total_steps=steps, weights_sha256=f"of {steps}"))
+        ledger.close()
+    summary = summarize(read_ledger(storage))
+    assert (summary["steps"], summary["weights_sha256"], summary["sessions"]) == (20, "of 20", 2)
+    history = read_history(read_ledger(storage))
+    assert [mark.text for mark in history.marks] == ["resumed from step 10"], "the time between them is not known"
+    assert history.ended < history.began, "both are only shown"
 
 
 def test_sessions_of_version_0_1_0_are_in_the_order_of_their_start(storage: Storage) -> None:
