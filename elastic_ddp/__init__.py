@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from elastic_ddp.config.run_config import CheckpointConfig, DataConfig, DDPConfig, FSDPConfig, RunConfig
+    from elastic_ddp.driver.cluster import cluster_has_gpus
     from elastic_ddp.driver.run_handle import RunHandle, get_run
     from elastic_ddp.driver.trainer import ElasticTrainer, RunResult
     from elastic_ddp.errors import ElasticDDPError
@@ -29,6 +30,7 @@ _MODULES = {
     "RunHandle": "driver.run_handle",
     "RunResult": "driver.trainer",
     "Step": "worker.step",
+    "cluster_has_gpus": "driver.cluster",
     "get_run": "driver.run_handle",
 }
 
@@ -46,6 +48,7 @@ __all__ = [
     "RunHandle",
     "RunResult",
     "Step",
+    "cluster_has_gpus",
     "get_run",
 ]
 

@@ -1,8 +1,8 @@
 """Trains a small GPT on text: `python examples/train.py`.
 
-It uses the Ray cluster at RAY_ADDRESS or on this machine, or starts one on this machine. By default the text is the
-source code of Python's standard library. Run it again with the same --name to resume. On a cluster of several nodes,
-set --storage to a folder that they share, or to a bucket.
+It uses the Ray cluster at RAY_ADDRESS or on this machine, or starts one on this machine, and its GPUs if it has any. By
+default the text is the source code of Python's standard library. Run it again with the same --name to resume. On a
+cluster of several nodes, set --storage or ELASTIC_DDP_STORAGE to a folder that they share, or to a bucket.
 """
 
 import argparse
@@ -17,9 +17,26 @@ import elastic_ddp as ed
 
 def main() -> None:
     options = parse()
+    use_gpu = ed.cluster_has_gpus() if options.gpu is None else options.gpu
+    low, high = options.workers
+    config = ed.RunConfig(
+        name=options.name,
+        seed=options.seed,
+        steps=options.steps,
+        global_batch_size=options.global_batch_size,
+        micro_batch_size=options.micro_batch_size,
+        min_workers=low,
+        max_workers=high,
+        resources_per_worker={"CPU": 1.0, "GPU": 1.0} if use_gpu else {"CPU": 1.0},
+        precision=options.precision,
+        strategy=options.strategy,
+        **{key: value for key in ("storage", "reduction") if (value := getattr(options, key)) is not None},
+        clip_grad_norm=1.0,
+        checkpoint=ed.CheckpointConfig(every_steps=options.commit_every),
+    )
     data, held_out = options.data, options.held_out
     if is_text(data):
-        data, held_out = text_windows(data, options.context, options.storage)
+        data, held_out = text_windows(data, options.context, config.storage)
 
     def train(run: ed.Run) -> None:
         model = run.prepare(GPT(context=options.context, width=128, layers=4, heads=4), shard=Block)
@@ -35,23 +52,6 @@ def main() -> None:
         if held_out:
             run.evaluate(next_byte_loss, held_out)
 
-    low, high = options.workers
-    config = ed.RunConfig(
-        name=options.name,
-        storage=options.storage,
-        seed=options.seed,
-        steps=options.steps,
-        global_batch_size=options.global_batch_size,
-        micro_batch_size=options.micro_batch_size,
-        min_workers=low,
-        max_workers=high,
-        resources_per_worker={"CPU": 1.0, "GPU": 1.0} if options.gpu else {"CPU": 1.0},
-        precision=options.precision,
-        strategy=options.strategy,
-        **({"reduction": options.reduction} if options.reduction else {}),
-        clip_grad_norm=1.0,
-        checkpoint=ed.CheckpointConfig(every_steps=options.commit_every),
-    )
     result = ed.ElasticTrainer(train, data=data, config=config).fit()
     end = f"weights {result.weights_sha256}" if result.weights_sha256 else "run the same command again to resume"
     print(f"\n{options.name} {result.status} after {result.steps} steps; {end}")
@@ -75,8 +75,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--name", default="gpt", help="name of the run; the same name resumes it")
     parser.add_argument(
         "--storage",
-        default="runs",
-        help="folder of all runs, which all nodes must see: a path, or a URI such as s3://bucket/runs",
+        help="folder of all runs, which all nodes must see: a path, or a URI such as s3://bucket/runs; default: the "
+        "environment variable ELASTIC_DDP_STORAGE, or else runs",
     )
     parser.add_argument(
         "--data",
@@ -85,7 +85,7 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--held-out", help="Parquet files to evaluate on, if --data is Parquet")
     parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--workers", default="2", type=workers, metavar="MIN:MAX", help="number of workers")
+    parser.add_argument("--workers", default="1:2", type=workers, metavar="MIN:MAX", help="number of workers")
     parser.add_argument("--global-batch-size", type=int, default=32)
     parser.add_argument("--micro-batch-size", type=int, default=8)
     parser.add_argument("--context", type=int, default=128, help="context length in bytes")
@@ -94,7 +94,11 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--reduction", choices=("canonical", "native"), help="default: canonical, or native with fsdp")
     parser.add_argument("--precision", choices=("fp32", "bf16", "fp16"), default="fp32")
     parser.add_argument("--commit-every", type=int, default=50, help="steps between commits")
-    parser.add_argument("--gpu", action="store_true", help="use one GPU per worker")
+    parser.add_argument(
+        "--gpu",
+        action=argparse.BooleanOptionalAction,
+        help="one GPU per worker; default: if the cluster has GPUs",
+    )
     return parser.parse_args()
 
 

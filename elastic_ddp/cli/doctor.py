@@ -11,6 +11,7 @@ from rich.text import Text
 
 from elastic_ddp.cli.output import AsJson, console, print_json, table
 from elastic_ddp.config.environment import check_uri_is_public
+from elastic_ddp.config.storage_uri import STORAGE
 from elastic_ddp.formatting import plural
 from elastic_ddp.storage.storage import Storage
 
@@ -23,7 +24,8 @@ _STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red"}
 def doctor(
     data: Annotated[str | None, typer.Option(metavar="PATH", help="The training data, which all nodes read.")] = None,
     storage: Annotated[
-        str | None, typer.Option(metavar="URI", help="The runs' storage, which all nodes write and read.")
+        str | None,
+        typer.Option(metavar="URI", envvar=STORAGE, help="The runs' storage, which all nodes write and read."),
     ] = None,
     as_json: AsJson = False,
 ) -> None:

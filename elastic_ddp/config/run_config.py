@@ -26,7 +26,7 @@ from elastic_ddp.config.settings import (
     Settings,
     check_distinct,
 )
-from elastic_ddp.config.storage_uri import check_storage_uri
+from elastic_ddp.config.storage_uri import check_storage_uri, default_storage
 from elastic_ddp.errors import ConfigError
 
 RunName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=100)]
@@ -172,9 +172,12 @@ class RunConfig(Settings):
 
     name: RunName
     """Name of the run. Starting the same name in the same storage resumes the run."""
-    storage: Annotated[str, BeforeValidator(_as_text), AfterValidator(check_storage_uri)]
+    storage: Annotated[str, BeforeValidator(_as_text), AfterValidator(check_storage_uri)] = Field(
+        default_factory=default_storage
+    )
     """Where runs are stored: a local path, or an fsspec URI such as `s3://bucket/runs`. Every node must reach it. The
-    store must be able to create an object only if it does not exist; the driver tests this at the start."""
+    store must be able to create an object only if it does not exist; the driver tests this at the start. Default: the
+    environment variable `ELASTIC_DDP_STORAGE` of the driver, or else `runs`, a folder in its working directory."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """Seed of the initial weights, the order of the rows, and the random numbers in a step."""
     steps: PositiveInt | None = None

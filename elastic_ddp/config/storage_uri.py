@@ -2,12 +2,28 @@
 
 from __future__ import annotations
 
+import os
 import re
 
 import fsspec
 
 from elastic_ddp.config.environment import check_uri_is_public
 from elastic_ddp.errors import ConfigError
+
+STORAGE = "ELASTIC_DDP_STORAGE"
+"""The environment variable with the storage of runs that name none."""
+
+
+def default_storage() -> str:
+    """Returns the storage of a run that names none: the value of `ELASTIC_DDP_STORAGE`, or else `runs`.
+
+    Raises:
+        ConfigError: the value of the variable is not valid.
+    """
+    try:
+        return check_storage_uri(os.environ.get(STORAGE) or "runs")
+    except ConfigError as error:
+        raise ConfigError(f"{STORAGE}: {error}") from None
 
 
 def mistyped_uri(path: str) -> str | None:

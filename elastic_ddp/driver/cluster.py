@@ -10,6 +10,7 @@ from typing import Any
 
 import ray
 
+from elastic_ddp.driver.display import print_note
 from elastic_ddp.errors import ConfigError
 from elastic_ddp.ray_internals import (
     ANSWERS_WITHIN_S,
@@ -76,6 +77,25 @@ def connect_or_start(note: Callable[[str], None], runtime_env: Mapping[str, Any]
     note(f"started Ray on this machine, at {address} (RAY_ADDRESS selects another cluster)")
     _started.append(address)
     return True
+
+
+def cluster_has_gpus() -> bool:
+    """Returns whether a node of the Ray cluster that `ElasticTrainer.fit` uses has a GPU.
+
+    Connects to the cluster, or starts one on this machine, as `fit` does. If the cluster has no node with CPUs or GPUs
+    yet, as shortly after `ray up`, it waits for the first one, and an autoscaler starts one. Where only some nodes have
+    GPUs, this depends on which have joined.
+    """
+    connect_or_start(print_note)
+    if not any(ray.cluster_resources().get(name, 0) for name in ("CPU", "GPU")):
+        print_note("waiting for a node with CPUs or GPUs")
+        task: Any = ray.remote(num_cpus=1, max_retries=-1)(_nothing)  # autoscalers start a node for a pending task
+        ray.get(task.remote())
+    return ray.cluster_resources().get("GPU", 0) > 0
+
+
+def _nothing() -> None:
+    pass
 
 
 def connect(address: str | None = None) -> None:

@@ -73,6 +73,21 @@ def test_the_project_is_installed_on_every_node_with_the_tested_versions(config:
         assert f"--constraint constraints.txt '.[{extra}]'" in install
 
 
+def test_shells_of_a_node_have_the_storage_of_the_newest_ray_up(config: dict[str, Any], tmp_path: Path) -> None:
+    commands = [command for command in config["setup_commands"] if ".elastic_ddp" in command]
+    changed = [re.sub(r"(ELASTIC_DDP_STORAGE=)\S+", r"\1s3://changed/runs", command) for command in commands]
+    variables = 'echo "$ELASTIC_DDP_STORAGE $RAY_AUTH_MODE ${PATH%%:*}"'
+    shell = ["bash", "--norc", "-c"]
+    lines = "\n".join([*commands, *commands, *changed, "source ~/.bashrc", variables, "cat ~/.bashrc"])
+    environment = {"PATH": os.environ["PATH"], "HOME": str(tmp_path)}
+    run = subprocess.run([*shell, lines], env=environment, check=True, capture_output=True, text=True)
+    assert run.stdout == f"s3://changed/runs token {tmp_path}/venv/bin\n. ~/.elastic_ddp\n"
+
+
+def test_the_example_is_where_the_commands_of_ray_exec_start(config: dict[str, Any]) -> None:
+    assert config["file_mounts"]["~/examples"] == "examples"
+
+
 def test_every_command_is_valid_shell(config: dict[str, Any]) -> None:
     # In YAML " #" starts a comment, also inside shell quotes; the rest of the command does not parse.
     for key in ("setup_commands", "head_start_ray_commands", "worker_start_ray_commands"):

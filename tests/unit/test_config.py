@@ -194,6 +194,20 @@ def test_a_caught_refusal_frees_its_memory() -> None:
     assert frees_memory(lambda: CheckpointConfig(interval=5))  # type: ignore[arg-type]
 
 
+def test_the_storage_is_that_of_the_settings_or_of_the_environment_variable_or_runs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    settings = {key: value for key, value in MINIMAL.items() if key != "storage"}
+    monkeypatch.delenv("ELASTIC_DDP_STORAGE", raising=False)
+    assert RunConfig(**settings).storage == "runs"
+    monkeypatch.setenv("ELASTIC_DDP_STORAGE", "s3://of-the-nodes/runs")
+    assert RunConfig(**settings).storage == "s3://of-the-nodes/runs"
+    assert RunConfig(**settings, storage="s3://bucket/runs").storage == "s3://bucket/runs"
+    monkeypatch.setenv("ELASTIC_DDP_STORAGE", "s3:/bucket/runs")
+    with pytest.raises(ConfigError, match=r"^ELASTIC_DDP_STORAGE: .* did you mean s3://bucket/runs"):
+        RunConfig(**settings)
+
+
 def test_missing_settings_are_named() -> None:
     with pytest.raises(ConfigError, match=r"name is missing.*; global_batch_size is missing"):
         RunConfig(steps=1, micro_batch_size=1, storage="runs")

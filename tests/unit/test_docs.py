@@ -207,6 +207,7 @@ def test_the_scripts_of_the_pages_exist_with_their_options() -> None:
 
 CLUSTER_FILES = [
     "cluster/iam/storage.json",
+    "cluster/cluster.yaml",
     "cluster/gcp.yaml",
     "cluster/kuberay/raycluster.yaml",
     "cluster/kuberay/rayjob.yaml",
