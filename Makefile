@@ -30,8 +30,9 @@ chaos: $(VENV)/.installed-dev ## more faults than `make test` injects
 s3: $(VENV)/.installed-dev ## commits on a real S3 server, Ceph's from Debian's packages, which it starts and ends
 	$(VENV)/bin/python -m pytest tests/s3 -m s3 $(ARGS)
 
-hosts: .venv-hosts/.installed ## the guide to clusters over ssh, on machines made of namespaces
-	.venv-hosts/bin/python -m pytest tests/chaos/test_own_machines.py -m chaos --durations=0 --durations-min=1 -rP $(ARGS)
+hosts: .venv-hosts/.installed ## the guides to clusters over ssh and to Slurm, on machines made of namespaces
+	.venv-hosts/bin/python -m pytest tests/chaos/test_own_machines.py tests/chaos/test_slurm.py \
+		-m "chaos or not chaos" --durations=0 --durations-min=1 -rP $(ARGS)
 
 loggers: .venv-loggers/.installed ## loggers, metrics and jobs with real W&B, MLflow, Prometheus and Ray's job server
 	.venv-loggers/bin/python -m pytest -m "chaos or not chaos" tests/unit/test_trackers.py \

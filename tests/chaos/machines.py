@@ -14,7 +14,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -65,6 +65,7 @@ echo 0 > /mnt/cpus
 mount --bind /mnt/cpus ONLINE_CPUS
 ulimit -n 65536 || true
 /usr/sbin/sshd -D -e -f /mnt/machine/sshd_config &
+[ ! -e /mnt/machine/services ] || . /mnt/machine/services
 wait # as the machine's first process, the shell reaps orphans
 """.replace("ONLINE_CPUS", ONLINE_CPUS)
 PROBE = f"""
@@ -82,12 +83,12 @@ PasswordAuthentication no
 """
 
 
-def missing() -> str | None:
-    """Returns why the machines cannot be made here, or None."""
+def missing(programs: Mapping[str, str] = {}) -> str | None:
+    """Returns why the machines cannot be made here, or None. `programs` are needed besides `PROGRAMS`."""
     if os.geteuid() != 0:
         return "machines of namespaces need root"
-    path = f"{os.environ['PATH']}:/usr/sbin"
-    if packages := [package for name, package in PROGRAMS.items() if shutil.which(name, path=path) is None]:
+    path, needed = f"{os.environ['PATH']}:/usr/sbin", {**PROGRAMS, **programs}
+    if packages := {package: None for name, package in needed.items() if shutil.which(name, path=path) is None}:
         return f"machines of namespaces need Debian's {', '.join(packages)}"
     probe = ["unshare", "--mount", "--pid", "--uts", "--ipc", "--net", "--fork", "--mount-proc", "sh", "-ec", PROBE]
     done = subprocess.run(probe, capture_output=True, text=True, env={**os.environ, "PATH": path})
@@ -112,8 +113,17 @@ class Machine:
     def is_on(self) -> bool:
         return self._process is not None
 
+    @property
+    def etc(self) -> Path:
+        """Its /etc, as this process sees it."""
+        return self._folder / "etc"
+
+    def set_services(self, script: str) -> None:
+        """Has the machine start more services when it boots: shell commands of root, as in /etc/rc.local."""
+        (self._folder / "services").write_text(script)
+
     def boot(self) -> None:
-        """Starts its ssh server."""
+        """Starts its ssh server and its services."""
         namespaces = ["--mount", "--pid", "--uts", "--ipc", "--fork", "--kill-child", "--mount-proc"]
         keep = {str(Path(path).resolve()) for path in (sys.prefix, sys.base_prefix, *SITE_PACKAGES)}
         kept = sorted(path for path in keep if path.startswith(HIDDEN))

@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tests.chaos.machines import HOME, ROOT, SHARED, Command, Machine, Site, command_line, give_to_user, until
+from tests.chaos.machines import HOME, ROOT, SHARED, USER, Command, Machine, Site, command_line, give_to_user, until
 from tests.chaos.runs import Trial
 from tests.integration import jobs
 
@@ -66,16 +66,6 @@ def wait():
 
 ray.get(wait.remote())
 """
-SRUN = """#!/usr/bin/env bash
-# Runs the command on both nodes of the job, as with --ntasks-per-node=1.
-trap 'kill $(jobs -p) 2> /dev/null; wait; exit 143' TERM
-while [[ $1 == --* ]]; do shift; done
-names="PATH RAY_AUTH_MODE RAY_AUTH_TOKEN_PATH RAY_ADDRESS SRUN_CPUS_PER_TASK"
-there=$(for name in $names; do printf "%s=%q " "$name" "${!name}"; done)
-SLURM_NODEID=0 "$@" &
-ssh -tt -i ~/.ssh/elastic-ddp -o StrictHostKeyChecking=no OTHER "SLURM_NODEID=1 $there $(printf "%q " "$@")" &
-wait
-"""
 PROGRAM_FILES = ["tests/__init__.py", "tests/metadata_server.py"]
 PROGRAM_FILES += [f"tests/chaos/{name}.py" for name in ("__init__", "faults", "hosts")]
 PROGRAM_FILES += [f"tests/integration/{name}.py" for name in ("__init__", "clusters", "jobs")]
@@ -97,7 +87,7 @@ class Cluster:
         self._runs: list[Run] = []
 
     def install(self, *, quick: bool = False) -> None:
-        """Does what the guide says once: installs the project on the laptop, and sets addresses, user and key.
+        """Does what the guide says once: installs the project on the laptop, and sets addresses, user and storage.
 
         Args:
             quick: does not install the project and the extra `cluster`, but has Python find the project's files, which
@@ -114,7 +104,8 @@ class Cluster:
         addresses |= {f"192.168.1.{11 + number}": worker.address for number, worker in enumerate(self.workers)}
         for before, after in addresses.items():
             text = re.sub(rf"{re.escape(before)}\b", after, text)
-        text, once = text.replace("ssh_user: ubuntu", "ssh_user: trainer"), shell_block(GUIDE.read_text())
+        text, once = text.replace("ssh_user: ubuntu", f"ssh_user: {USER}"), shell_block(GUIDE.read_text())
+        text = text.replace("=/srv/runs", f"={SHARED}/runs")
         if quick:
             text = re.sub("(?m)^( *- ).*pip install.*$", rf"\1{FIND_PROJECT}", text)
             text = text.replace("ray start --head", f"{QUICK_HEAD} ray start --head")
@@ -140,11 +131,10 @@ class Cluster:
         return self.site.run(self.site.laptop, f"set -e; cd {CHECKOUT}; . .venv/bin/activate; {command}", timeout_s)
 
     def as_written(self, beginning: str, **changes: str) -> str:
-        """Returns a command of the guide with the folder of these machines and without GPUs."""
+        """Returns a command of the guide for these machines."""
         text = re.sub(r" *\\\n *", " ", shell_block(GUIDE.read_text(), "## Run", beginning))
         line = next(line for line in text.splitlines() if line.startswith(beginning))
-        changes |= {" --gpu": "", "cluster/cluster.yaml": "cluster/onprem.yaml"}
-        changes |= {"/srv/runs": f"{SHARED}/runs", "s3://BUCKET/runs": f"{SHARED}/runs"}
+        changes |= {"cluster/cluster.yaml": "cluster/onprem.yaml"}
         for before, after in changes.items():
             line = line.replace(before, after)
         return line
@@ -222,21 +212,6 @@ class Cluster:
             left = self.site.run(machine, "ls -A /tmp /dev/shm | grep elastic_ddp || true")
             assert not left.strip(), f"{machine.name} has {left}"
 
-    def install_slurm(self) -> None:
-        """Replaces the cluster by a fake of Slurm on the head and the first worker."""
-        other = self.workers[0]
-        for machine in (self.head, *self.workers):
-            machine.kill()
-        self.site.boot(self.head, other)
-        requeue = f"#!/bin/sh\necho $* > {SHARED}/requeued\n"
-        for name, script in {"srun": SRUN.replace("OTHER", other.address), "scontrol": requeue}.items():
-            (self.head.home / "venv/bin" / name).write_text(script)
-            (self.head.home / "venv/bin" / name).chmod(0o755)
-        key = self.head.home / ".ssh/elastic-ddp"
-        shutil.copy(self.site.laptop.home / ".ssh/elastic-ddp", key)
-        give_to_user(key)
-        shutil.copy(ROOT / "cluster/slurm/train.sbatch", self.site.shared / "train.sbatch")
-
     @property
     def gcs(self) -> list[int]:
         """The processes of the GCS."""
@@ -253,11 +228,6 @@ class Cluster:
     def start_without_jobs(self, name: str) -> Run:
         """Starts a run with a driver on the head that is no job of Ray Jobs."""
         return self._run(name, self.head, f"cd {SHARED}/job && {ON_A_NODE} python {program(name, '')}")
-
-    def start_in_slurm(self, name: str) -> Run:
-        slurm = f"SLURM_SUBMIT_DIR={SHARED} SLURM_JOB_ID=17 SLURM_CPUS_ON_NODE=1 VENV={HOME}/venv"
-        job = f"{SHARED}/train.sbatch {SHARED}/job/{program(name, '')}"
-        return self._run(name, self.head, f"exec env {slurm} bash {job}")
 
     def submit_through_a_port(self, name: str) -> tuple[Run, Command]:
         """Submits a run from the laptop as the guide does. Returns it with the command that forwards the port."""
@@ -374,7 +344,9 @@ class Supervisor(threading.Thread):
         parser = ConfigParser(interpolation=None)
         parser.read(ROOT / "cluster/systemd/ray-node.service")
         self._service = {
-            name: value.replace("/home/ubuntu", str(HOME)).replace("192.168.1.10", cluster.head.address)
+            name: value.replace("/home/ubuntu", str(HOME))
+            .replace("192.168.1.10", cluster.head.address)
+            .replace("/srv/runs", f"{SHARED}/runs")
             for name, value in parser["Service"].items()
         }
         self._site, self._machine = cluster.site, machine

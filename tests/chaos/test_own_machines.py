@@ -7,6 +7,7 @@ weights and samples of an undisturbed run. `make hosts ARGS="-k power"` runs one
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 from collections.abc import Iterator, Mapping
@@ -15,8 +16,8 @@ from typing import Any
 
 import pytest
 
-from tests.chaos.machines import HOME, SHARED, command_line, missing, site, until
-from tests.chaos.onprem import GCS_PORT, NOTICE_S, ON_A_NODE, Cluster, Supervisor, world_sizes
+from tests.chaos.machines import ROOT, SHARED, missing, site, until
+from tests.chaos.onprem import GCS_PORT, NOTICE_S, ON_A_NODE, Cluster, Supervisor, shell_block, world_sizes
 from tests.integration import jobs
 
 pytest.importorskip("ray.dashboard.optional_deps", reason="needs ray[default]", exc_type=ImportError)
@@ -80,15 +81,29 @@ def test_a_machine_that_is_switched_on_joins_the_run(cluster: Cluster, calm: Sum
 def test_doctor_finds_no_fault(both: Cluster) -> None:
     printed = both.laptop(both.as_written("ray exec cluster/onprem.yaml 'elastic-ddp doctor"))
     assert "links" in printed and "0 failures" in printed
+    assert f"every node reads and writes {SHARED}/runs" in re.sub(r"\s+", " ", printed)
 
 
-def test_the_example_trains_on_all_machines(both: Cluster) -> None:
+def test_the_two_lines_of_the_readme_train_on_all_machines(cluster: Cluster) -> None:
+    """Without a pause between them: the workers join while the driver waits."""
+    lines = shell_block((ROOT / "README.md").read_text(), "## On a cluster").replace("cluster.yaml", "onprem.yaml")
+    up, train = lines.replace("ray up", "ray up --yes").splitlines()
+    cluster.laptop(up, 300)
+    printed = cluster.laptop(train, 400)
+    check_example(cluster, "gpt", printed)
+
+
+def test_the_example_trains_as_a_submitted_job(both: Cluster) -> None:
     """The guide's command, with fewer steps."""
-    submit = both.as_written("ray exec cluster/onprem.yaml 'cd elastic_ddp && elastic-ddp submit")
-    printed = both.laptop(submit[:-1] + " --steps 60'")
-    facts = jobs.summary(both.site.shared, "gpt")
+    submit = both.as_written("ray exec cluster/onprem.yaml 'elastic-ddp submit")
+    check_example(both, "submitted", both.laptop(submit[:-1] + " --steps 60'"))
+
+
+def check_example(cluster: Cluster, name: str, printed: str) -> None:
+    """Checks that examples/train.py has used both workers, and has stored its run where the configuration says."""
+    facts = jobs.summary(cluster.site.shared, name)
     assert facts["status"] == "finished" and world_sizes(facts)[-1] == 2
-    assert f"gpt finished after {facts['steps']} steps; weights {facts['weights_sha256']}" in printed
+    assert f"{name} finished after {facts['steps']} steps; weights {facts['weights_sha256']}" in printed
 
 
 def test_workers_leave_a_machine_after_its_spot_notice(both: Cluster, calm: Summary) -> None:
@@ -265,19 +280,3 @@ def test_ray_down_leaves_no_process_and_no_file(both: Cluster, calm: Summary) ->
         until(lambda machine=machine: not machine.pids("/raylet/raylet "), f"Ray does not leave {machine.name}", 120)
         both.site.run(machine, "bash -ic 'ray stop'")
     both.wait_until_nothing_is_left()
-
-
-def test_a_slurm_job_is_requeued_before_its_time_limit_and_resumes(cluster: Cluster, calm: Summary) -> None:
-    cluster.install_slurm()
-    run = cluster.start_in_slurm("slurm")
-    run.wait_for(2)
-    token = f"RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH={SHARED}/ray-17.token"
-    assert "slurm" in cluster.site.run(cluster.head, f"{token} {HOME}/venv/bin/elastic-ddp status slurm")
-    (script,) = (pid for pid in cluster.head.pids("train.sbatch") if command_line(pid).startswith("bash /mnt"))
-    os.kill(script, signal.SIGUSR1)
-    run.driver.finish()
-    assert (cluster.site.shared / "requeued").read_text() == "requeue 17\n"
-    facts = cluster.start_in_slurm("slurm").finish(calm)
-    assert len(facts["generations"]) >= 2, "it has resumed"
-    cluster.wait_until_nothing_is_left()
-    assert not list(cluster.site.shared.glob("*.token"))

@@ -1,10 +1,13 @@
 """The manifests under cluster/kuberay/ are valid, and Ray's autoscaler understands them.
 
-No package registry has KubeRay's own schema, so of its resources only the pod templates are checked against a schema.
+`KUBERAY_CRDS` names a file with KubeRay's custom resource definitions, against which they are checked as well:
+`helm show crds kuberay/kuberay-operator --version 1.5.1 > crds.yaml`.
 """
 
 from __future__ import annotations
 
+import copy
+import os
 import re
 import tomllib
 from collections.abc import Iterator
@@ -23,6 +26,7 @@ from ray.autoscaler._private.kuberay.autoscaling_config import _derive_autoscali
 
 from elastic_ddp.cli.main import app
 from elastic_ddp.ray_internals import RAY_VERSION
+from tests.unit.kuberay import RayCluster, RayJob, checked_by_definitions
 
 ROOT = Path(__file__).parents[2]
 GUIDE = (ROOT / "docs/guides/kubernetes.md").read_text()
@@ -44,6 +48,7 @@ JOB = manifests("rayjob.yaml")["RayJob/elastic-ddp"]
 REDIS = manifests("redis.yaml")
 BUDGETS = manifests("disruption-budgets.yaml")
 POLICIES = manifests("network-policy.yaml")
+CRDS = os.environ.get("KUBERAY_CRDS")
 SPECS = {"raycluster.yaml": CLUSTER["spec"], "rayjob.yaml": JOB["spec"]["rayClusterSpec"]}
 
 
@@ -92,6 +97,42 @@ def test_kubernetes_accepts_the_container_that_watches_spot_notices() -> None:
     assert container["command"][1] in typer.main.get_command(app).commands
     address = container["env"][0]["value"]
     assert address == f"{CLUSTER['metadata']['name']}-head-svc:6379"  # KubeRay's name for the head's service
+
+
+@pytest.mark.parametrize(("document", "model"), [(CLUSTER, RayCluster), (JOB, RayJob)], ids=SPECS)
+def test_kuberay_has_every_field_of_its_resources_with_this_type(document: dict[str, Any], model: Any) -> None:
+    msgspec.convert(document, model)
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "error"),
+    [
+        (("spec", "rayVersions"), "2.60.0", "unknown field `rayVersions`"),
+        (("spec", "authOptions", "mode"), "tokens", r"Invalid enum value 'tokens' - at `\$.spec.authOptions.mode`"),
+        (("spec", "headGroupSpec", "rayStartParams", "num-cpus"), 0, r"Expected `str`, got `int`"),
+        (("spec", "workerGroupSpecs", 0, "maxReplica"), 8, "unknown field `maxReplica`"),
+    ],
+)
+def test_a_wrong_field_of_kuberay_is_found(place: tuple[str | int, ...], value: Any, error: str) -> None:
+    document: Any = copy.deepcopy(CLUSTER)
+    *parents, name = place
+    part = document
+    for parent in parents:
+        part = part[parent]
+    part[name] = value
+    with pytest.raises(msgspec.ValidationError, match=error):
+        msgspec.convert(document, RayCluster)
+    if CRDS is not None:
+        assert list(checked_by_definitions(document, Path(CRDS)))
+
+
+@pytest.mark.skipif(
+    CRDS is None, reason="needs KUBERAY_CRDS, a file that `helm show crds kuberay/kuberay-operator` made"
+)
+@pytest.mark.parametrize("document", [CLUSTER, JOB], ids=SPECS)
+def test_kuberays_own_definitions_accept_its_resources(document: dict[str, Any]) -> None:
+    assert CRDS is not None
+    assert list(checked_by_definitions(document, Path(CRDS))) == []
 
 
 def test_a_misspelled_setting_of_a_pod_is_found() -> None:
@@ -156,6 +197,13 @@ def test_a_job_has_the_same_cluster_without_redis() -> None:
     without_redis = {key: value for key, value in CLUSTER["spec"].items() if key != "gcsFaultToleranceOptions"}
     assert JOB["spec"]["rayClusterSpec"] == without_redis
     assert JOB["spec"]["backoffLimit"] > 0 and "--name" in JOB["spec"]["entrypoint"]
+
+
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+def test_drivers_on_every_pod_have_the_same_storage(spec: dict[str, Any]) -> None:
+    pods = [group["template"]["spec"] for group in (spec["headGroupSpec"], *spec["workerGroupSpecs"])]
+    variables = [{each["name"]: each["value"] for each in pod["containers"][0]["env"]} for pod in pods]
+    assert {each["ELASTIC_DDP_STORAGE"] for each in variables} == {"s3://BUCKET/runs"}
 
 
 def test_the_cluster_names_the_redis_that_exists_and_no_password() -> None:
