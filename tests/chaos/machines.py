@@ -32,7 +32,7 @@ PROGRAMS = {"ip": "iproute2", "unshare": "util-linux", "sshd": "openssh-server",
 HIDDEN = ("/root", "/tmp", "/home")
 """Folders that differ from those of this machine."""
 ROOT = Path(__file__).parents[2]
-SITE_PACKAGES = [path for path in sys.path if Path(path).name == "site-packages"]
+SITE_PACKAGES = [str(Path(path).resolve()) for path in sys.path if Path(path).name == "site-packages"]
 ONLINE_CPUS = "/sys/devices/system/cpu/online"
 """Libraries read the number of CPUs from it."""
 

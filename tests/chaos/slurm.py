@@ -94,7 +94,7 @@ class Slurm:
         return self.start(command, **environment).finish()
 
     def submit(self, arguments: str, options: str = "", **environment: str | Path) -> Command:
-        """Submits a job with the guide's command, to all machines. They have no GPUs.
+        """Submits a job with the guide's command, to all machines by default. They have no GPUs.
 
         Args:
             arguments: the driver and its arguments.
@@ -104,9 +104,9 @@ class Slurm:
         Returns:
             `sbatch --wait`, which prints the job's id and ends with the job and with its exit status.
         """
-        sbatch, script = as_written("sbatch").split(" examples/train.py ")[0].rsplit(" ", 1)
-        nodes = f"--nodes={len(self.site.machines)} --gpus-per-node=0"
-        return self.start(f"{sbatch} {nodes} {options} --wait --parsable {script} {arguments}", **environment)
+        sbatch, script = as_written("sbatch").partition(" examples/train.py ")[0].rsplit(" ", 1)
+        for_machines = f"--nodes={len(self.site.machines)} --gpus-per-node=0"  # of two values, the later counts
+        return self.start(f"{sbatch} {for_machines} {options} --wait --parsable {script} {arguments}", **environment)
 
     def job(self, job: str) -> dict[str, str]:
         """Returns what `scontrol` shows of a job, such as JobState, Restarts and ExitCode."""
@@ -122,10 +122,13 @@ class Slurm:
         try:
             until(is_there, f"job {job} is not {state}", timeout_s)
         except AssertionError as error:
-            output = self.clone / f"slurm-{job}.out"
-            printed = output.read_text() if output.exists() else ""
-            raise AssertionError(f"{error}: {self.job(job)}\n{printed}") from None
+            raise AssertionError(f"{error}: {self.job(job)}\n{self.output(job)}") from None
         return self.job(job)
+
+    def output(self, job: str) -> str:
+        """Returns what a job has printed."""
+        file = self.clone / f"slurm-{job}.out"
+        return file.read_text() if file.exists() else ""
 
     def wait_until_idle(self) -> None:
         """Waits until no job uses a machine, and no process of a job is left."""

@@ -126,9 +126,7 @@ def test_a_wrong_field_of_kuberay_is_found(place: tuple[str | int, ...], value: 
         assert list(checked_by_definitions(document, Path(CRDS)))
 
 
-@pytest.mark.skipif(
-    CRDS is None, reason="needs KUBERAY_CRDS, a file that `helm show crds kuberay/kuberay-operator` made"
-)
+@pytest.mark.skipif(CRDS is None, reason="needs KUBERAY_CRDS, a file that `helm show crds` made")
 @pytest.mark.parametrize("document", [CLUSTER, JOB], ids=SPECS)
 def test_kuberays_own_definitions_accept_its_resources(document: dict[str, Any]) -> None:
     assert CRDS is not None
