@@ -196,7 +196,7 @@ def test_a_submitted_run_goes_on_while_the_laptop_is_closed(both: Cluster, calm:
     run.wait_for_end()
     both.site.open_laptop()
     run.check(calm)
-    printed = both.laptop(both.as_written("ray exec cluster/cluster.yaml 'elastic-ddp logs", gpt="laptop"))
+    printed = both.laptop(both.as_written("ray exec cluster/cluster.yaml 'elastic-ddp logs", wide="laptop"))
     assert "job program-" in printed and "succeeded" in printed
 
 
@@ -267,7 +267,7 @@ def test_with_redis_a_submitted_run_survives_a_failure_of_the_head(both: Cluster
     run.wait_for_end()
     facts = run.check(calm)
     assert len(facts["generations"]) >= 2
-    printed = both.laptop(both.as_written("ray exec cluster/cluster.yaml 'elastic-ddp logs", gpt="head"))
+    printed = both.laptop(both.as_written("ray exec cluster/cluster.yaml 'elastic-ddp logs", wide="head"))
     assert "-1 succeeded" in printed
 
 
