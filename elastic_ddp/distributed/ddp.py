@@ -86,12 +86,9 @@ class DDPStrategy(Strategy):
         self._model.use_replica(self._replica if last else None)
 
     def backward(self, loss: torch.Tensor, micro_batch: int, weight: float | None = None) -> None:
-        # DDP's forward moves gradients that earlier backwards accumulated into its buckets.
-        if self._reduction is not None or micro_batch == self.to_compute[0] or micro_batch != self.to_compute[-1]:
-            self._check_gradients()
-        self._backward(loss, micro_batch, weight)
+        with self._accumulating(is_last=micro_batch == self.to_compute[-1]):
+            self._backward(loss, micro_batch, weight)
         self._model.use_replica(None)
-        self._gradients_left = self._snapshot_gradients()
 
     def _backward(self, loss: torch.Tensor, micro_batch: int, weight: float | None) -> None:
         last = micro_batch == self.to_compute[-1]
@@ -104,12 +101,9 @@ class DDPStrategy(Strategy):
         factor = self._factor(micro_batch, weight)
         before = self._snapshot_gradients() if last else {}
         if self._reduction is None:
-            if not factor and not self._options.find_unused_parameters:
-                # Zero gradients, whatever the model computes from padding: 0 * inf would be NaN on every rank.
-                loss = sum((parameter.reshape(-1)[:1].sum() for parameter in self._trained.values()), loss.detach())
             # DDP divides by the world size.
             loss = loss * (factor * self._group.world_size / (self.divisor if weight is None else 1.0))
-            self._run_backward(loss, is_last=last)
+            self._run_backward(loss, is_last=last, zeroed=() if factor else self._trained.values())
             self._check_used(before)
             return
         loss = loss if factor == 1.0 else loss * factor
@@ -133,11 +127,11 @@ class DDPStrategy(Strategy):
             return torch_internals.total_norm(gradients)
         return super().gradient_norm()
 
-    def _check_used(self, before: dict[str, tuple[int, int] | None]) -> None:
+    def _check_used(self, before: dict[torch.Tensor, tuple[int, ...] | None]) -> None:
         """Raises a ConfigError if a parameter got no gradient. DDP itself would raise in the next step."""
         if self._options.find_unused_parameters or self._options.static_graph:
             return
-        if unused := [name for name, state in before.items() if snapshot(self._trained[name].grad) == state]:
+        if unused := [name for name, one in self._trained.items() if before and snapshot(one.grad) == before[one]]:
             raise unused_parameters_error(unused, "set ddp.find_unused_parameters = true")
 
     def close(self) -> None:

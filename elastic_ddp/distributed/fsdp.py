@@ -147,40 +147,31 @@ class FSDPStrategy(Strategy):
     def min_forwards(self, rows: np.ndarray) -> int:
         return max(int(np.count_nonzero(rows[list(owned)])) for owned in self.ranges)
 
+    def _accumulators(self) -> list[tuple[str, torch.Tensor]]:
+        return [*self._trained.items(), *self._gathered.items()]
+
     def prepare_forward(self, micro_batch: int) -> None:
         self._model.use_replica(None)
 
     def backward(self, loss: torch.Tensor, micro_batch: int, weight: float | None = None) -> None:
-        is_last = micro_batch == self.to_compute[-1]
-        if not (factor := self._factor(micro_batch, weight)):
-            self._backward_of_zeros(loss, is_last=is_last)
-            return
-        divisor = self.divisor if weight is None else 1.0
+        factor = self._factor(micro_batch, weight)
         # FSDP divides by the world size.
-        self._backward(loss * (factor * self._group.world_size / divisor), is_last=is_last)
+        scaled = loss * (factor * self._group.world_size / (self.divisor if weight is None else 1.0))
+        self._backward(scaled, is_last=micro_batch == self.to_compute[-1], is_zero=not factor)
 
     def dummy_backward(self, loss: torch.Tensor) -> None:
-        self._backward_of_zeros(loss, is_last=False)
+        self._backward(loss, is_last=False, is_zero=True)
 
-    def _backward_of_zeros(self, loss: torch.Tensor, *, is_last: bool) -> None:
-        """Runs a backward that adds zeros, whatever the model computes from padding. 0 * inf would be NaN."""
-        hooks = [parameter.register_hook(torch.zeros_like) for parameter in self._gathered.values()]
-        try:
-            self._backward(loss, is_last=is_last)
-        finally:
-            for hook in hooks:
-                hook.remove()
-
-    def _backward(self, loss: torch.Tensor, *, is_last: bool) -> None:
-        self._check_gradients()
+    def _backward(self, loss: torch.Tensor, *, is_last: bool, is_zero: bool) -> None:
         self._check_unchanged()
         self._check_used(loss)
         module = self._model.module
         assert isinstance(module, FSDPModule)
-        module.set_requires_gradient_sync(is_last)
-        module.set_is_last_backward(is_last)
-        module.set_reshard_after_backward(is_last)
-        self._run_backward(loss, is_last=is_last)
+        with self._accumulating(is_last=is_last):
+            module.set_requires_gradient_sync(is_last)
+            module.set_is_last_backward(is_last)
+            module.set_reshard_after_backward(is_last)
+            self._run_backward(loss, is_last=is_last, zeroed=self._gathered.values() if is_zero else ())
         # `_check_used` cannot see into reentrant checkpoints.
         if is_last and (unused := [name for name, parameter in self._trained.items() if parameter.grad is None]):
             raise unused_parameters_error(unused, _USE_IN_ALL)

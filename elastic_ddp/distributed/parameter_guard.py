@@ -58,14 +58,14 @@ class ParameterGuard:
         self._parameters = parameters
         self._before = [_count_changes(parameter) for parameter in self._parameters.values()]
         compares_bits = not self._num_steps & (self._num_steps - 1)
-        self._sums = _sum_bits(self._parameters) if compares_bits else {}
+        self._sums = sum_bits(self._parameters) if compares_bits else {}
 
     def check(self) -> None:
         """Raises a ConfigError if a parameter changed since `begin`."""
         before = zip(self._parameters.items(), self._before, strict=True)
         changed = [name for (name, parameter), count in before if _count_changes(parameter) != count]
         if not changed and self._sums:
-            now = _sum_bits(self._parameters)
+            now = sum_bits(self._parameters)
             changed = [name for name, total in self._sums.items() if now[name] != total]
         if changed:
             raise changed_parameters_error(changed, self._module)
@@ -75,7 +75,7 @@ class ParameterGuard:
         self._at_end = self._sum_state() if self._sums else {}
 
     def _sum_state(self) -> dict[str, int]:
-        return _sum_bits({**dict(self._module.named_parameters()), **dict(self._module.named_buffers())})
+        return sum_bits({**dict(self._module.named_parameters()), **dict(self._module.named_buffers())})
 
 
 def _count_changes(parameter: torch.Tensor) -> tuple[int, int]:
@@ -83,7 +83,7 @@ def _count_changes(parameter: torch.Tensor) -> tuple[int, int]:
     return version(parameter), parameter.data_ptr()
 
 
-def _sum_bits(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
+def sum_bits(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
     """Returns a checksum of each dense tensor; of shards, that of the part on this rank."""
     sums = {}
     for name, tensor in tensors.items():

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -11,6 +12,7 @@ import torch
 
 from elastic_ddp import torch_internals
 from elastic_ddp.config.run_config import RunConfig
+from elastic_ddp.distributed.parameter_guard import sum_bits
 from elastic_ddp.distributed.process_group import ProcessGroup
 from elastic_ddp.distributed.reduction_tree import micro_batch_ranges, processing_order
 from elastic_ddp.errors import ConfigError, shorten
@@ -32,8 +34,9 @@ def own_backward_error(names: Sequence[str] = ()) -> ConfigError:
     """Returns the error for gradients, of the parameters with these names, that are not those of `step.backward`."""
     which = f" of {shorten(names, 5)}" if names else ""
     return ConfigError(
-        f"gradients{which} changed in the loop over step.micro_batches() without step.backward. What another backward "
-        "adds is neither weighted nor reduced. Add up the losses of a batch and call step.backward(loss) once for it."
+        f"gradients{which} changed in the loop over step.micro_batches() without step.backward. Remove what clips or "
+        "edits them: set clip_grad_norm, or change them after the loop, before step.optimize(). What another backward "
+        "adds is neither weighted nor reduced: add up the losses of a batch and call step.backward(loss) once for it."
     )
 
 
@@ -42,9 +45,12 @@ def ignore(phase: str) -> str:
     return phase
 
 
-def snapshot(gradient: torch.Tensor | None) -> tuple[int, int] | None:
-    """Returns a value that differs after the gradient was accumulated into."""
-    return None if gradient is None else (id(gradient), torch_internals.version(gradient))
+def snapshot(gradient: torch.Tensor | None) -> tuple[int, ...] | None:
+    """Returns numbers of which one differs after the gradient was changed, or replaced by one in other memory."""
+    if gradient is None:
+        return None
+    local = local_part(gradient)  # of a DTensor, only this counts changes
+    return id(gradient), torch_internals.version(local), local.data_ptr() if local.layout is torch.strided else 0
 
 
 class Strategy(ABC):
@@ -80,6 +86,10 @@ class Strategy(ABC):
         self._group = group
         self._model = model
         self._trained = self._find_trained()
+        self._kept: list[tuple[torch.Tensor, torch.Tensor]] = []  # between backwards, parameters and their gradients
+        self._left: dict[torch.Tensor, tuple[int, ...] | None] = {}
+        self._sums: dict[str, int] = {}
+        self._num_steps = 0
 
     def shard(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:  # noqa: B027
         """Turns the full model and its optimizers into the form in which they train."""
@@ -109,21 +119,63 @@ class Strategy(ABC):
                 "their own with lr=0, which a scheduler can raise."
             )
         self._rows = rows
-        self._gradients_left = dict.fromkeys(self._trained)
+        self._num_steps += 1
+        for of_last_step in (self._kept, self._left, self._sums):
+            of_last_step.clear()
         self.num_leaves = int(np.count_nonzero(rows))
         self.divisor = int(rows.sum()) / self.micro_batch_size  # M except in the short last step of an epoch
         with_rows = [m for m in self.micro_batches if rows[m]]
         self.to_compute = with_rows or self.micro_batches[-1:]
         """This rank's micro-batches with rows, in order, or one of padding with weight 0, for the collectives."""
 
-    def _snapshot_gradients(self) -> dict[str, tuple[int, int] | None]:
-        return {name: snapshot(parameter.grad) for name, parameter in self._trained.items()}
+    def _accumulators(self) -> list[tuple[str, torch.Tensor]]:
+        """Returns the tensors into whose `grad` backwards accumulate, with the names of their parameters."""
+        return list(self._trained.items())
 
-    def _check_gradients(self) -> None:
+    @torch.no_grad()  # a DTensor then returns its local part at once
+    def _snapshot_gradients(self) -> dict[torch.Tensor, tuple[int, ...] | None]:
+        return {tensor: snapshot(tensor.grad) for _, tensor in self._accumulators()}
+
+    def _record_gradients(self) -> None:
+        """Records the gradients for `check_gradients`, and their bits as rarely as `ParameterGuard` does."""
+        self._left = self._snapshot_gradients()
+        compares_bits = not self._num_steps & (self._num_steps - 1)
+        self._sums = sum_bits(dict(self._gradients())) if compares_bits else {}
+
+    def check_gradients(self) -> None:
         """Raises a ConfigError if gradients changed since the last backward of the step."""
         now = self._snapshot_gradients()
-        if changed := [name for name, left in self._gradients_left.items() if now[name] != left]:
-            raise own_backward_error(changed)
+        changed = {name for name, tensor in self._accumulators() if now[tensor] != self._left.get(tensor)}
+        if not changed and self._sums:
+            sums = sum_bits(dict(self._gradients()))
+            changed = {name for name, total in self._sums.items() if sums[name] != total}
+        if changed:
+            raise own_backward_error(sorted(changed))
+
+    def check_not_cleared(self) -> None:
+        """Raises a ConfigError if no gradient of the step is left. Some may be None: their parameters do not change."""
+        if any(self._left.values()) and not self._gradients():
+            raise ConfigError(
+                "all gradients are None in step.optimize(), so it would train nothing. Remove the code that sets them "
+                "to None after the last step.backward: step.optimize() clears them."
+            )
+
+    @contextmanager
+    def _accumulating(self, *, is_last: bool) -> Iterator[None]:
+        """The context of every backward. Between two, gradients are not on the parameters, so that nothing is lost."""
+        self.check_gradients()
+        self._return_kept()
+        yield
+        if not is_last:
+            self._kept = [(tensor, tensor.grad) for _, tensor in self._accumulators() if tensor.grad is not None]
+            for tensor, _ in self._kept:
+                tensor.grad = None
+        self._record_gradients()
+
+    def _return_kept(self) -> None:
+        for tensor, gradient in self._kept:
+            tensor.grad = gradient
+        self._kept.clear()
 
     def weight(self, micro_batch: int) -> float:
         """Returns a micro-batch's weight in the step's sum: its rows in units of full micro-batches."""
@@ -155,11 +207,20 @@ class Strategy(ABC):
             ConfigError: some trained parameter would get no gradient.
         """
 
-    def _run_backward(self, loss: torch.Tensor, *, is_last: bool) -> None:
-        """Calls `loss.backward()`. In the last one of a step, what follows the own gradients is communication."""
+    def _run_backward(self, loss: torch.Tensor, *, is_last: bool, zeroed: Iterable[torch.Tensor] = ()) -> None:
+        """Calls `loss.backward()`. In the last one of a step, what follows the own gradients is communication.
+
+        It adds zeros to the gradients of `zeroed`, whatever the loss is: 0 * inf would be NaN. All else happens as in
+        other backwards, since ranks must reduce the same buckets in the same order.
+        """
         if is_last:
             torch_internals.call_after_gradients(loss, lambda: self._enter_phase("communication"))
-        loss.backward()
+        hooks = [parameter.register_hook(torch.zeros_like) for parameter in zeroed]
+        try:
+            loss.backward()
+        finally:
+            for hook in hooks:
+                hook.remove()
         self._enter_phase("backward")
 
     def dummy_backward(self, loss: torch.Tensor) -> None:
@@ -172,6 +233,7 @@ class Strategy(ABC):
     def divide_gradients(self, divisor: float) -> None:
         """Divides the reduced gradients of all parameters, in place."""
         torch_internals.divide([local_part(gradient) for _, gradient in self._gradients()], divisor)
+        self._record_gradients()
 
     def gradient_norm(self) -> torch.Tensor:
         """Returns the total 2-norm of the gradients, equal on all ranks. Collective with FSDP."""

@@ -18,6 +18,7 @@ from elastic_ddp.distributed.host_number import to_host
 from elastic_ddp.distributed.process_group import is_peer_failure
 from elastic_ddp.distributed.row_gather import RowGather
 from elastic_ddp.distributed.step_agreement import Agreement, ControlExchange, MicroBatchRecord
+from elastic_ddp.distributed.zero_grad import allow_zero_grad, refuse_zero_grad
 from elastic_ddp.errors import ConfigError, PeerFailedError, format_exception
 from elastic_ddp.rendezvous.user_place import frames_of_error
 from elastic_ddp.seeding import seed_all
@@ -96,6 +97,7 @@ class Step:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> bool:
         self._current, self._is_in_block = None, False
+        allow_zero_grad()
         # Cleared, because its traceback would keep the process group alive.
         first_error, self._first_error = self._first_error, None
         if error is None or isinstance(error, Exception):
@@ -151,6 +153,7 @@ class Step:
             raise PeerFailedError("a worker failed before the step began")
         strategy = self.generation.strategy
         self.generation.buffers.check_untouched()
+        refuse_zero_grad(self._state.module, strategy.parameters.values())
         to_compute = set(strategy.to_compute)
         num_dummies = strategy.min_forwards(self._control.rows) - len(to_compute)
         self._feed = self.generation.feed.step(self.index)
@@ -181,6 +184,7 @@ class Step:
                 f"step {self.index}: micro-batch {batch.index} was left without step.backward(loss). Call it exactly "
                 "once for each batch."
             )
+        strategy.check_gradients()
 
     def backward(self, loss: torch.Tensor, weight: float | torch.Tensor | None = None) -> None:
         """Computes the gradients of one micro-batch.
@@ -322,6 +326,8 @@ class Step:
             )
         if self.agreed is not None:
             raise ConfigError(f"step.optimize was called twice in step {self.index}. Call it once.")
+        allow_zero_grad()  # an optimizer may call it
+        strategy.check_not_cleared()
         generation.parameters.check()
         generation.buffers.check_untouched()
         for _ in self._feed:  # a loop that ended early leaves padding, which must not enter the next step

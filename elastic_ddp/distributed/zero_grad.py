@@ -1,0 +1,52 @@
+"""Refuses `zero_grad()` while a step accumulates gradients, at every world size.
+
+A rank whose gradients are not on the parameters at that time could not notice the call. No hook of torch runs in it, so
+the first step of a process wraps the method of all modules and optimizers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import cache, wraps
+from typing import Any
+
+import torch
+
+from elastic_ddp.errors import ConfigError
+
+_refused: list[tuple[torch.nn.Module, Iterable[torch.Tensor]]] = []
+
+
+def refuse_zero_grad(module: torch.nn.Module, parameters: Iterable[torch.Tensor]) -> None:
+    """Makes `zero_grad()` of the module, of a part of it, or of an optimizer of the parameters a ConfigError."""
+    _wrap_methods()
+    _refused[:] = [(module, parameters)]
+
+
+def allow_zero_grad() -> None:
+    _refused.clear()
+
+
+@cache
+def _wrap_methods() -> None:
+    for owner in (torch.nn.Module, torch.optim.Optimizer):
+        owner.zero_grad = _checked(owner.zero_grad)  # type: ignore[method-assign]
+
+
+def _checked(zero_grad: Callable[..., None]) -> Callable[..., None]:
+    @wraps(zero_grad)
+    def call(owner: Any, *args: Any, **kwargs: Any) -> None:
+        if any(_concerns(owner, *refused) for refused in _refused):
+            raise ConfigError(
+                f"{type(owner).__name__}.zero_grad() was called between the first batch of step.micro_batches() and "
+                "step.optimize(), where it would lose gradients. Remove the call: step.optimize() clears them."
+            )
+        zero_grad(owner, *args, **kwargs)
+
+    return call
+
+
+def _concerns(owner: Any, module: torch.nn.Module, parameters: Iterable[torch.Tensor]) -> bool:
+    if isinstance(owner, torch.nn.Module):
+        return not set(owner.modules()).isdisjoint(module.modules())
+    return not {parameter for group in owner.param_groups for parameter in group["params"]}.isdisjoint(parameters)
