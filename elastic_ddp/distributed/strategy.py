@@ -230,6 +230,11 @@ class Strategy(ABC):
     def reshard(self) -> None:  # noqa: B027
         """Frees parameters that a forward without a backward gathered. Call it before using parameters elsewhere."""
 
+    def divide_kept(self, divisor: float) -> None:
+        """Divides what the step's backwards have added up so far on this rank, in place. Called before the last one."""
+        if self._kept and divisor != 1.0:
+            torch_internals.divide([gradient for _, gradient in self._kept], divisor)
+
     def divide_gradients(self, divisor: float) -> None:
         """Divides the reduced gradients of all parameters, in place."""
         torch_internals.divide([local_part(gradient) for _, gradient in self._gradients()], divisor)

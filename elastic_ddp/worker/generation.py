@@ -174,20 +174,31 @@ class Generation:
         """The generation's number in the session, from 1."""
         return self.group.assignment.generation
 
-    def unit_of_weights(self, step: int, weight: float | None) -> float:
+    def unit_of_weights(self, step: int, weight: float | None, largest: float, *, is_last: bool) -> float:
         """Returns what the backward divides weights by, so that float16 holds the gradients: see `loss_weight.unit_of`.
 
-        Called before the backward of a micro-batch, whose weight is given. With fp16, the weight of micro-batch 0 in
-        the first step of the run decides, at every world size: rank 0 computes it first and sends it.
+        Called before the backward of a micro-batch, whose weight is given, with the largest weight of this rank in the
+        step so far. With fp16, the weight of micro-batch 0 in the first step of the run decides, at every world size:
+        rank 0 computes it first and sends it. If it is 0, the mean weight of a step decides at its end.
+
+        A float16 hook gets the gradients in the last backward. The largest weight of a generation's first step decides.
         """
         if self.weight_unit is None:
             loss_scale = self.state.loss_scale
             if loss_scale is not None and step > 0:
                 self.weight_unit = loss_scale.weight_unit
-            elif loss_scale is not None or self.strategy.sends_fp16:
+            elif loss_scale is not None:
                 with self.activity.within("collective"):
                     own = str(unit_of(weight)).encode() if self.group.rank == 0 else None
                     self.weight_unit = float(self.group.broadcast_bytes(own))
+            elif self.strategy.sends_fp16:
+                if not is_last:
+                    return 1.0
+                with self.activity.within("collective"):
+                    largest = max(map(float, self.group.all_gather_bytes(str(largest).encode())))
+                self.strategy.divide_kept(unit := unit_of(largest))
+                self.weight_unit = unit if largest else None
+                return unit
             else:
                 self.weight_unit = 1.0
         return self.weight_unit

@@ -23,7 +23,7 @@ from elastic_ddp.errors import ConfigError, PeerFailedError, format_exception
 from elastic_ddp.rendezvous.user_place import frames_of_error
 from elastic_ddp.seeding import seed_all
 from elastic_ddp.worker.logged_values import LoggedValues, Means
-from elastic_ddp.worker.loss_weight import check_weight
+from elastic_ddp.worker.loss_weight import check_weight, unit_of
 from elastic_ddp.worker.nonfinite import reason_to_skip, rows_of
 
 if TYPE_CHECKING:
@@ -213,8 +213,10 @@ class Step:
 
     def _backward(self, loss: torch.Tensor, micro_batch: int, weight: float | None) -> None:
         generation, record = self.generation, self._records[micro_batch]
-        unit = generation.unit_of_weights(self.index, weight)  # before the section, which begins later on other ranks
         is_last = micro_batch == generation.strategy.to_compute[-1] and not self._is_dummy
+        largest = 1.0 if weight is None else max(weight, *(each.weight or 0.0 for each in self._records.values()))
+        # Before the section, which begins later on other ranks.
+        unit = generation.unit_of_weights(self.index, weight, largest, is_last=is_last)
         self._activity.enter("reduction" if is_last else "backward")
         if is_last:
             self._activity.begin(f"the reduction of step {self.index}")
@@ -374,6 +376,8 @@ class Step:
         if loss_scale is not None:
             self.log(loss_scale=loss_scale.scale)
             overflow, unit = not math.isfinite(norm or 0.0), generation.weight_unit or 1.0
+            if unit == 1.0 and agreed.total_weight:  # the first weight of the run may have been 0
+                unit = generation.weight_unit = unit_of(agreed.total_weight / generation.strategy.num_leaves)
             state.loss_scale = replace(loss_scale, weight_unit=unit).after(overflow=overflow)
 
     @property
