@@ -1,8 +1,4 @@
-"""Refuses `zero_grad()` while a step accumulates gradients, at every world size.
-
-A rank whose gradients are not on the parameters at that time could not notice the call. No hook of torch runs in it, so
-the first step of a process wraps the method of all modules and optimizers.
-"""
+"""Refuses `zero_grad()` in a step. It leaves no trace where no gradient is yet, and torch has no hook for it."""
 
 from __future__ import annotations
 

@@ -143,7 +143,8 @@ def test_a_first_weight_of_0_costs_an_fp16_run_one_step_at_most(empty: range) ->
     [expected] = run_ranks(1, with_many_tokens, config, empty)
     assert expected["returned"] == ([True, False, False, False] if len(empty) == 1 else [True, True, False, False])
     assert expected["loss_scale"].scale == 2.0**15 and expected["loss_scale"].weight_unit >= 2.0**22
-    assert run_ranks(3, with_many_tokens, config, empty) == [expected] * 3
+    others = run_ranks(3, with_many_tokens, config, empty)
+    assert [repr(other) for other in others] == [repr(expected)] * 3  # NaN is the loss of an empty step
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
