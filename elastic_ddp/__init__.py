@@ -10,7 +10,8 @@ if TYPE_CHECKING:
     from elastic_ddp.config.run_config import CheckpointConfig, DataConfig, DDPConfig, FSDPConfig, RunConfig
     from elastic_ddp.driver.cluster import cluster_has_gpus
     from elastic_ddp.driver.run_handle import RunHandle, get_run
-    from elastic_ddp.driver.trainer import ElasticTrainer, RunResult
+    from elastic_ddp.driver.run_result import RunResult
+    from elastic_ddp.driver.trainer import ElasticTrainer
     from elastic_ddp.errors import ElasticDDPError
     from elastic_ddp.loggers.logger import LoggedRun, Logger
     from elastic_ddp.worker.run import Run
@@ -28,7 +29,7 @@ _MODULES = {
     "Run": "worker.run",
     "RunConfig": "config.run_config",
     "RunHandle": "driver.run_handle",
-    "RunResult": "driver.trainer",
+    "RunResult": "driver.run_result",
     "Step": "worker.step",
     "cluster_has_gpus": "driver.cluster",
     "get_run": "driver.run_handle",

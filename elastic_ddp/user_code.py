@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
 import ray
@@ -22,6 +23,16 @@ from elastic_ddp.errors import ConfigError, format_exception, shorten
 _FIX = (
     "Put the code on a file system that all nodes share, install it on all nodes, or let Ray copy it: "
     'runtime_env = {working_dir = "."} in the configuration, or pip or py_modules there.'
+)
+_DEBUG = (
+    "Call trainer.debug() instead of trainer.fit(), or use `elastic-ddp run --debug`: one worker then runs in your own "
+    "process. PYTHONBREAKPOINT=0 ignores calls of breakpoint()."
+)
+_OWN_DEBUGGER = re.compile(rb"(?:^|\0)PYTHONBREAKPOINT=(?!ray\.)([^\0]*)")
+"""The variable as this process has begun with it, if Ray has not set it."""
+_NOT_ON_PATH = (
+    "The driver is on this node, too, and no folder of its sys.path has the module: the driver has loaded it by its "
+    "file, as pytest does with --import-mode=importlib. Add the folder to sys.path (in pytest's settings: pythonpath)."
 )
 _PYTHONS_OWN = re.compile(r"(site|dist)-packages|python\d+\.zip$")
 """Folders of `sys.path` that belong to an installation of Python, which every node has for itself."""
@@ -39,6 +50,8 @@ class DriverEnvironment:
     """Entries of `sys.path` before those of the Python installation, such as the script's folder."""
     last: tuple[str, ...]
     """Entries after those."""
+    node: str = ""
+    """Address of the driver's node."""
 
     @classmethod
     def capture(cls) -> DriverEnvironment:
@@ -51,7 +64,7 @@ class DriverEnvironment:
             tuple(dict.fromkeys(itertools.compress(paths[part], is_users[part])))
             for part in (slice(begin), slice(begin, None))
         )
-        return cls(working_directory=os.getcwd(), first=first, last=last)
+        return cls(working_directory=os.getcwd(), first=first, last=last, node=this_node())
 
     def enter(self) -> None:
         """Extends `sys.path`, and changes the working directory, by what exists on this node.
@@ -77,11 +90,17 @@ class DriverEnvironment:
             return path
         return f"{protocol}{separator}{os.path.join(self.working_directory, rest)}"
 
+    def _fix_of(self, error: BaseException) -> str:
+        """Returns what to do about code that this node cannot load."""
+        return _NOT_ON_PATH if isinstance(error, ModuleNotFoundError) and self.node == this_node() else _FIX
+
     def advise(self, error: BaseException) -> str:
         """Returns a sentence about an error of the user's code that a difference to the driver explains, or ""."""
+        if type(error).__name__ == "BdbQuit" and not sys.stdin.isatty():
+            return f"The debugger of this process cannot read from a terminal. {_DEBUG}"
         node = this_node()
         if isinstance(error, ModuleNotFoundError):
-            return f"{node} has no module {error.name!r}. {_FIX}"
+            return f"{node} has no module {error.name!r}. {self._fix_of(error)}"
         path = error.filename if isinstance(error, FileNotFoundError) else None
         here = os.getcwd()
         if not isinstance(path, str) or os.path.isabs(path) or here == self.working_directory:
@@ -105,6 +124,24 @@ def environment() -> DriverEnvironment:
 def this_node() -> str:
     """Returns the address of this process's Ray node."""
     return str(ray.util.get_node_ip_address()) if ray.is_initialized() else "this node"
+
+
+def refuse_breakpoints() -> None:
+    """Makes `breakpoint()` an error in this process, unless the user has set PYTHONBREAKPOINT.
+
+    Ray sets the variable to its own debugger, which waits for a client or does nothing.
+    """
+    own = _OWN_DEBUGGER.search(Path("/proc/self/environ").read_bytes())
+    if own is not None:
+        os.environ["PYTHONBREAKPOINT"] = own[1].decode()
+    else:
+        sys.breakpointhook = _refuse_breakpoint
+
+
+def _refuse_breakpoint(*arguments: Any, **options: Any) -> None:
+    caller = sys._getframe(1)
+    place = f"{caller.f_code.co_filename}:{caller.f_lineno} in {caller.f_code.co_name}"
+    raise ConfigError(f"breakpoint() at {place}: this process has no terminal for a debugger. {_DEBUG}")
 
 
 def uninterrupted(function: Callable[[], T]) -> T:
@@ -156,7 +193,8 @@ class Shipped:
         missing = [path for path in (*self._driver.first, *self._driver.last) if not os.path.exists(path)]
         where = f" Of the driver's sys.path, it lacks {shorten(missing, 3)}." if missing else ""
         return ConfigError(
-            f"{self._name} cannot be loaded on node {this_node()}: {format_exception(cause)}.{where} {_FIX}"
+            f"{self._name} cannot be loaded on node {this_node()}: {format_exception(cause)}.{where} "
+            f"{self._driver._fix_of(cause)}"
         )
 
 

@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from functools import cache
+from functools import cache, partialmethod
 from importlib.metadata import version
 from pathlib import Path
 from types import ModuleType
@@ -71,10 +71,15 @@ def run(
         ),
     ],
     verbose: Annotated[bool, typer.Option("--verbose", help="Show Ray's own messages, too.")] = False,
+    debug: Annotated[
+        bool, typer.Option("--debug", help="Train on one worker in this process, where breakpoint() works.")
+    ] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="With --debug: begin with the newest commit.")] = False,
 ) -> None:
     """Run a Python script, or the job of a TOML file.
 
-    Arguments after a script are passed to it.
+    Arguments after a script are passed to it. With --debug, ElasticTrainer.debug takes the place of fit: nothing is
+    saved, and training begins at step 0.
 
     The [job] table has the keys train, data and, optionally, transform, collate_fn and sample_weights. train, transform
     and collate_fn name functions, as "module:function" or "file.py:function"; file.py is relative to the TOML file.
@@ -85,6 +90,12 @@ def run(
         raise ConfigError(f"{job}: no such file. Use a Python script or a TOML file.")
     if verbose:
         os.environ["ELASTIC_DDP_VERBOSE"] = "1"
+    if resume and not debug:
+        raise ConfigError("--resume is an option of --debug. Without --debug, a run always resumes.")
+    if debug:
+        from elastic_ddp.driver.trainer import ElasticTrainer
+
+        ElasticTrainer.fit = partialmethod(ElasticTrainer.debug, resume=resume)  # type: ignore[assignment,method-assign]
     if job.suffix == ".py":
         sys.argv = [str(job), *context.args]
         sys.path.insert(0, str(job.resolve().parent))

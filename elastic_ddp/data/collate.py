@@ -155,9 +155,12 @@ Batches = Iterator[tuple[int, int, Int64Array, Any]]
 """Micro-batches as (step, number, row ids, batch)."""
 
 
-def batches_in_memory(index: MapStyleIndex, collator: Collator, share: int, num_shares: int) -> Batches:
-    """Yields every `num_shares`-th micro-batch of the plan, from the `share`-th on."""
-    plan, data = collator.plan, load_shared(index.content)
+def batches_in_memory(
+    index: MapStyleIndex, collator: Collator, share: int, num_shares: int, own: Any = None
+) -> Batches:
+    """Yields every `num_shares`-th micro-batch of the plan, from the `share`-th on. `own` is the content of the index
+    if it is not shared."""
+    plan, data = collator.plan, load_shared(index.content) if own is None else own
     owned = len(plan.micro_batches)
     for position in range(share, (plan.last_step - plan.first_step) * owned, num_shares):
         step, micro_batch = plan.first_step + position // owned, plan.micro_batches[position % owned]

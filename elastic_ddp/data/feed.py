@@ -66,6 +66,9 @@ class MicroBatchFeed:
         self._hang_timeout_s = hang_timeout_s
         self._release_requested = self._released = False
         self._pipeline: Pipeline[Any] | None = None
+        self._start()
+
+    def _start(self) -> None:
         self._thread = threading.Thread(target=self._produce, name="micro-batch-feed", daemon=True)
         self._thread.start()
 

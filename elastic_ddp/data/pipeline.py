@@ -23,7 +23,7 @@ from elastic_ddp.data.split import ChunkContent
 from elastic_ddp.data.transform import PrepareChunks, Transform, unpack
 from elastic_ddp.data.user_calls import CallRecords, FatalCall, record_calls
 from elastic_ddp.errors import ConfigError, DataError, format_exception
-from elastic_ddp.user_code import Shipped, ship
+from elastic_ddp.user_code import Shipped, refuse_breakpoints, ship
 
 _STORE_BYTES = 32 << 20
 """Limit on finished blocks that wait in the object store. A higher limit makes no feed faster."""
@@ -246,6 +246,7 @@ def _begin_task(records: str) -> None:
     from elastic_ddp.ray_internals.messages import mark_messages
 
     mark_messages()
+    refuse_breakpoints()
     record_calls(records)
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import logging
 import os
 import socket
-from collections.abc import Callable, Mapping
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import ray
@@ -31,6 +33,15 @@ RESUMES = "the same command resumes it from its newest commit"
 _NODES_SHOWN = 5
 """Number of node addresses in an error message."""
 _SUBMIT = "with `elastic-ddp submit SCRIPT -- ARGS` or `ray job submit`"
+
+
+@contextmanager
+def tolerated_deprecations() -> Iterator[None]:
+    """Ignores deprecations inside Ray, which are errors with `python -W error` or a filter of pytest."""
+    with warnings.catch_warnings():
+        for category in (DeprecationWarning, FutureWarning):
+            warnings.filterwarnings("ignore", category=category, module=r"ray(\.|$)")
+        yield
 
 
 def connect_or_start(note: Callable[[str], None], runtime_env: Mapping[str, Any] | None = None) -> bool:

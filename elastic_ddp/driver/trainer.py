@@ -8,7 +8,7 @@ import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, closing
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import replace
 from functools import wraps
 from os import PathLike
 from pathlib import Path
@@ -35,11 +35,12 @@ from elastic_ddp.driver.checks import (
     check_steps,
     warn_about_data,
 )
-from elastic_ddp.driver.cluster import connect_or_start
+from elastic_ddp.driver.cluster import connect_or_start, tolerated_deprecations
 from elastic_ddp.driver.display import print_note
 from elastic_ddp.driver.gcs_watch import GcsWatch
 from elastic_ddp.driver.imports import imports_meanwhile
 from elastic_ddp.driver.node_access import check_nodes
+from elastic_ddp.driver.run_result import RunResult
 from elastic_ddp.errors import ConfigError, DataError, NonFiniteError, StorageError, TrainFunctionError
 from elastic_ddp.loggers.logger import Logger
 from elastic_ddp.loggers.run_loggers import RunLoggers, open_loggers
@@ -72,33 +73,6 @@ SUMMARY = "summary.json"
 RAY_LOG = "ray.log"
 VERBOSE = "ELASTIC_DDP_VERBOSE"
 """The environment variable that shows Ray's own messages on the console, too."""
-
-
-@dataclass(frozen=True)
-class RunResult:
-    """The result of `ElasticTrainer.fit`. `summary.json` in the run's folder holds the same values and more."""
-
-    status: str
-    """`"finished"` after the last step; `"left"` if the training function left its loop before it, and `"stopped"` if
-    the run was stopped before it: the same command resumes such a run. A failed run raises instead."""
-    steps: int
-    """Optimizer steps done since the run began, in all sessions."""
-    samples: int
-    """Rows that these steps trained on."""
-    weights_sha256: str | None
-    """SHA-256 over the names, dtypes, shapes and bytes of all parameters and buffers. None for a stopped run."""
-    samples_sha256: str
-    """SHA-256 over the row ids of each step, in order."""
-    metrics: Mapping[str, float]
-    """The last value of each logged metric and each evaluation, by name."""
-    best_step: int | None
-    """Step of the commit with the best value of `checkpoint.best_metric`; None without that setting or a value."""
-    best_metric: float | None
-    """That value."""
-    uri: str
-    """The run's folder, `<storage>/<name>`. It holds the commits, the ledger and the summary."""
-    summary: Mapping[str, Any] = field(repr=False)
-    """The content of `summary.json`: generations, failures, goodput and more."""
 
 
 def _without_frames(method: Callable[P, R]) -> Callable[P, R]:
@@ -208,10 +182,11 @@ class ElasticTrainer:
         with (
             DriverLease(self._storage, self.config.name, new_session, print_note, after=after) as lease,
             closing(TemporaryFolder("run")) as snapshot_folder,
+            tolerated_deprecations(),
         ):
             if self._finished_result(0) is None:  # a finished run is not written to, unless it gets more steps
                 lease.acquire()
-            job = self._create_job()
+            job = self._create_job(self._storage)
             if (result := self._finished_result(job.total_steps)) is not None:
                 unit = "steps" if self.config.epochs is None else "epochs"
                 print_note(
@@ -233,6 +208,34 @@ class ElasticTrainer:
                 nodes = [node for node in ray.nodes() if node["NodeID"] not in draining]
                 check_nodes(self._storage, lease.session, files, print_note, nodes=nodes, config=self.config)
                 return self._run_session(job, resume_from, lease, started_at, snapshot_folder.path)
+
+    def debug(self, *, resume: bool = False) -> RunResult:
+        """Trains on one worker in this process, so that `breakpoint()`, pdb and post-mortem debuggers work.
+
+        The training function, the transform, `__getitem__` and the collate function run in the calling thread, without
+        Ray. Nothing is saved or logged, and there is no hang detection. Weights and samples have the same bits as
+        those of `fit`; with `reduction = "native"`, as those of `fit` on one worker.
+
+        Args:
+            resume: begins with the newest commit of the run, which is only read. Default: at step 0.
+
+        Raises:
+            ConfigError: with `resume`, the run has no commit with these settings and this data.
+            Exception: as `fit`, but an error of the training function as it is.
+        """
+        from elastic_ddp.driver.debugging import train_here
+
+        with closing(TemporaryFolder("debug")) as folder:
+            scratch = Storage(folder.path)
+            job = self._create_job(scratch)
+            if resume and self._find_commit(job) is None:
+                raise ConfigError(
+                    f"run {self.config.name!r} has no commit with these settings and this data. Use debug() without "
+                    "resume, which begins at step 0."
+                )
+            print_note(f"debugging run {self.config.name!r}: one worker in this process, and nothing is saved")
+            summary = train_here(replace(job, debugged=self._storage if resume else scratch), print_note)
+        return RunResult.from_summary(summary, "")
 
     def _run_session(
         self, job: Job, resume_from: Commit | None, lease: DriverLease, started_at: float, snapshot_folder: str
@@ -262,15 +265,16 @@ class ElasticTrainer:
                 loggers.start()
                 loggers.complete()
 
-    def _create_job(self) -> Job:
-        """Reads or builds the index of the data, and checks both against the record of the run."""
-        data = self._data
+    def _create_job(self, storage: Storage) -> Job:
+        """Reads or builds the index of the data, and checks both against the record in the storage."""
+        data, may_replace = self._data, not has_commits(storage)  # then data and settings may still change
         if is_ray_dataset(data):
-            data = materialize(data, self._storage, may_replace=self._may_replace(), note=print_note)
+            copies = self._storage if has_commits(self._storage) else storage
+            data = materialize(data, copies, may_replace=not has_commits(copies), note=print_note)
         columns = self.config.data.columns
         index: DatasetIndex | MapStyleIndex
         if is_parquet(data):
-            index = open_index(data, self._storage, columns=columns, may_replace=self._may_replace)
+            index = open_index(data, storage, columns=columns, may_replace=lambda: may_replace)
             if self._transform is None and self._collate_fn is None:
                 check_columns(index.schema)
         else:
@@ -284,14 +288,10 @@ class ElasticTrainer:
             transform=self._transform,
             collate_fn=self._collate_fn,
             weights=weights_of(index, self._sample_weights) if self._sample_weights is not None else None,
-            storage=self._storage,
+            storage=storage,
         )
-        check_identity(job, may_replace=self._may_replace())
+        check_identity(job, may_replace=may_replace)
         return job
-
-    def _may_replace(self) -> bool:
-        """Whether the run has no commit, so that its data and settings may still change."""
-        return not has_commits(self._storage)
 
     def _find_commit(self, job: Job) -> Commit | None:
         """Returns the newest commit of this run, from which it resumes."""
@@ -394,6 +394,4 @@ class ElasticTrainer:
         return {"best_step": best[0].step if best else None, "best_metric": best[1] if best else None}
 
     def _result(self, summary: dict[str, Any]) -> RunResult:
-        names = {field.name for field in fields(RunResult)} - {"uri", "summary"}
-        values: dict[str, Any] = {name: summary.get(name) for name in names}
-        return RunResult(uri=self._storage.uri, summary=summary, **values)
+        return RunResult.from_summary(summary, self._storage.uri)

@@ -151,7 +151,8 @@ class ElasticController(TrainController):
         failed = ranks.failed
         self._reset_backoff_if_new(set(workers) - set(directives.newcomers))
         self._backoff.add(sum(workers[rank] in directives.newcomers for rank in failed))
-        error = WorkerGroupError(error_message="workers failed", worker_failures=failed)
+        reasons = "\n".join(dict.fromkeys(map(str, failed.values())))
+        error = WorkerGroupError(error_message=reasons, worker_failures=failed)
         decision = FailureDecision.RETRY
         # Ray Train counts decisions, so it makes none for failures that do not count.
         if any(counts_as_failure(group.get_workers()[rank], directives) for rank in failed):

@@ -73,6 +73,10 @@ class RendezvousClient:
         """Makes a signal that ends this process, such as SIGSEGV, send the Python stacks to the rendezvous."""
         self._heartbeat.report_crashes()
 
+    def report_exits(self, where: Callable[[], str]) -> None:
+        """Makes `os._exit` send the Python stacks, and `where()`, to the rendezvous."""
+        self._heartbeat.report_exits(where)
+
     def paused_heartbeats(self) -> AbstractContextManager[None]:
         """A context in which native code may hold Python's lock for up to `heartbeat.IDLE_TIMEOUT_S`."""
         return self._heartbeat.paused()

@@ -13,6 +13,7 @@ import torch
 from elastic_ddp.data.feed import MicroBatchFeed
 from elastic_ddp.data.files import Source, entries_of
 from elastic_ddp.data.index import DatasetIndex, open_index
+from elastic_ddp.data.inline_feed import InlineFeed
 from elastic_ddp.data.map_style import MapStyleIndex, check_data, has_columns, index_in_memory, is_parquet
 from elastic_ddp.data.order import EpochShape, FeedPlan
 from elastic_ddp.distributed.buffer_sync import StepBuffers
@@ -69,7 +70,8 @@ def evaluate(
     options: dict[str, Any] = {"transform": transform, "collate_fn": collate_fn, "device": device}
     assert generation.state.model is not None
     buffers = StepBuffers(model, generation.state.model.buffer_rules)
-    feed = generation.evaluation_feed = MicroBatchFeed(index, plan, **options, hang_timeout_s=config.hang_timeout_s)
+    make_feed = MicroBatchFeed if job.debugged is None else InlineFeed
+    feed = generation.evaluation_feed = make_feed(index, plan, **options, hang_timeout_s=config.hang_timeout_s)
     try:
         buffers.begin()
         with torch.no_grad(), _eval_mode(model), preserve_rng_state(device):
@@ -102,7 +104,7 @@ def _share_index(
     if not is_parquet(data):
         own = index_in_memory(data, job.config.data.columns if has_columns(data) else None, identify=False)
         own.check_columns(is_converted=is_converted)
-        own = own.share()
+        own = own.share() if job.debugged is None else own
         generation.activity.enter("collective")
         num_rows = int(generation.group.broadcast_bytes(str(own.num_rows).encode()))
         if num_rows != own.num_rows:

@@ -10,6 +10,7 @@ import torch
 
 from elastic_ddp.data.feed import MicroBatchFeed
 from elastic_ddp.data.feed_cache import FeedCache
+from elastic_ddp.data.inline_feed import InlineFeed
 from elastic_ddp.data.order import FeedPlan
 from elastic_ddp.distributed.assignment import Assignment
 from elastic_ddp.distributed.buffer_sync import StepBuffers
@@ -53,7 +54,8 @@ def feeds_of(job: Job, device: torch.device) -> FeedCache:
         )
         functions: dict[str, Any] = {"transform": job.transform, "collate_fn": job.collate_fn}
         options: dict[str, Any] = {"before_reading": before_reading, "hang_timeout_s": config.hang_timeout_s}
-        return MicroBatchFeed(job.index, plan, **functions, device=device, **options)
+        make_feed = MicroBatchFeed if job.debugged is None else InlineFeed
+        return make_feed(job.index, plan, **functions, device=device, **options)
 
     return FeedCache(make)
 

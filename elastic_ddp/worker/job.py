@@ -57,6 +57,8 @@ class Job:
     """The run's own folder, `<storage>/<name>`."""
     session: str = ""
     """The session of the driver that holds the run's lease."""
+    debugged: Storage | None = None
+    """In `ElasticTrainer.debug`, which saves nothing: the folder that has the commits of the run."""
 
     def identity(self) -> dict[str, Any]:
         """Returns what decides the weights' bits besides the data, as JSON values."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +37,11 @@ from elastic_ddp.worker.warmup_step import WarmupStep
 
 if TYPE_CHECKING:
     import torch
+
+_OF_DETAIL = (
+    "TORCH_DISTRIBUTED_DEBUG=DETAIL acts as INFO: with DETAIL, torch's DDP crashes on gloo, and process groups have no "
+    "timeouts. Ranks at different places of the program end a run without it, with an error that names the places."
+)
 
 
 class Loop:
@@ -128,7 +134,8 @@ class Loop:
         assert generation is not None
         if self.rank != 0 or generation.number != 1:
             return
-        texts = [warn_about_schedulers(self.state.optimizers, self.state.schedulers, self.state.registered)]
+        texts = [_OF_DETAIL if os.environ.get("TORCH_DISTRIBUTED_DEBUG", "").upper() == "DETAIL" else None]
+        texts += [warn_about_schedulers(self.state.optimizers, self.state.schedulers, self.state.registered)]
         if self.job.total_steps >= shape.steps_per_epoch:
             texts.append(warn_about_batch_norm(self.state.module, shape))
         for text in texts:

@@ -11,6 +11,7 @@ from typing import Any
 
 import ray
 import torch
+import torch.distributed as dist
 
 from elastic_ddp import signals, standby
 from elastic_ddp.config.capacity import check_cpus
@@ -31,7 +32,7 @@ from elastic_ddp.rendezvous.client import RendezvousClient, RunStopped
 from elastic_ddp.rendezvous.hang import STANDBY
 from elastic_ddp.seeding import seed_all
 from elastic_ddp.telemetry.event import RUN_FAILED
-from elastic_ddp.user_code import environment
+from elastic_ddp.user_code import environment, refuse_breakpoints
 from elastic_ddp.worker.job import Job, WorkerContext
 from elastic_ddp.worker.loop import Loop
 from elastic_ddp.worker.membership import RestartTraining
@@ -60,6 +61,15 @@ _OF_DDP = {
 }
 """What to write instead of attributes that DistributedDataParallel has."""
 
+_OF_THREAD = {
+    "signal only works in main thread": "The training function runs in a thread of its worker, and only the main "
+    "thread can handle signals. Leave the handler out: SIGTERM makes a worker leave at a step boundary, and makes the "
+    "driver commit and stop the run.",
+    "There is no current event loop": "The training function runs in a thread of its worker, which has no event loop. "
+    "Use asyncio.run(...), or asyncio.new_event_loop().",
+}
+"""What to do about errors of Python in another thread than the main one, by a part of their text."""
+
 
 def work(job: Job, rendezvous: RendezvousHandle, context: WorkerContext) -> None:
     """Runs the training function in this worker, and returns when the run is over for it.
@@ -79,6 +89,7 @@ def work(job: Job, rendezvous: RendezvousHandle, context: WorkerContext) -> None
         standby.show_wait(lambda: client.activity.within(STANDBY))
         signals.on_sigterm(lambda: _leave(client, job.config.drain_deadline_s))
         loop = Loop(job, client, context.device)
+        client.report_exits(lambda: f"called by rank {loop.rank} at step {loop.state.position.step}")
         failure = _close(loop, *_train(loop, context))
         client.close()
         if failure is not None:
@@ -115,13 +126,7 @@ def _train(loop: Loop, context: WorkerContext) -> tuple[Outcome | None, str | No
         while True:
             seed_all(config.seed, "init")
             try:
-                if isinstance(result := _call(job.train, Run(loop)), Generator | Coroutine | AsyncGenerator):
-                    raise ConfigError(
-                        f"train returned a {type(result).__name__}, whose code has not run. Define the function and "
-                        "its decorators with `def`, and without `yield`."
-                    )
-                done = loop.finish()
-                return {"status": "left" if done["steps"] < done["total_steps"] else "finished", **done}, None
+                return _finish(loop, _call(job.train, Run(loop))), None
             except RestartTraining:
                 pass  # what follows is outside of this block: the traceback keeps what the function has built
             loop.restart()
@@ -134,6 +139,38 @@ def _train(loop: Loop, context: WorkerContext) -> tuple[Outcome | None, str | No
         return {"status": "stopped", **loop.progress()} if loop.world_size else None, None
     except BaseException as error:
         return _end_of(error, loop)
+
+
+def debug(job: Job, client: RendezvousClient, device: torch.device) -> Outcome:
+    """Runs the training function as the only worker of a run, in this thread, and returns the outcome.
+
+    Raises what the function raises, as it is: a debugger can then examine it. Advice is added as a note.
+    """
+    _set_up_numerics(job.config)
+    loop, is_finished = Loop(job, client, device), False
+    try:
+        seed_all(job.config.seed, "init")
+        outcome, is_finished = _finish(loop, job.train(Run(loop))), True
+        return outcome
+    except Exception as error:
+        if advice := _advice(error, loop) or environment().advise(error):
+            error.add_note(advice)
+        raise
+    finally:
+        loop.membership.leave(intact=is_finished)
+        loop.membership.shut_down(save_within_s=0.0)
+        loop.profiler.close()
+
+
+def _finish(loop: Loop, result: object) -> Outcome:
+    """Ends the run after the training function has returned `result`. Raises ConfigError if its code has not run."""
+    if isinstance(result, Generator | Coroutine | AsyncGenerator):
+        raise ConfigError(
+            f"train returned a {type(result).__name__}, whose code has not run. Define the function and its decorators "
+            "with `def`, and without `yield`."
+        )
+    done = loop.finish()
+    return {"status": "left" if done["steps"] < done["total_steps"] else "finished", **done}
 
 
 def _call(train: Callable[[Run], Any], run: Run) -> Any:
@@ -158,23 +195,28 @@ def _call(train: Callable[[Run], Any], run: Run) -> Any:
 
 def _end_of(error: BaseException, loop: Loop) -> tuple[Outcome | None, str | None]:
     """Decides whether an error that the training function raised ends the run, or only this worker."""
-    advice = ""
-    if is_missing_group(error) and not loop.membership.holds_state:
-        advice = _NO_GROUP_YET
-    elif isinstance(error, RuntimeError) and _NONDETERMINISTIC in str(error):
-        advice = _USE_ANOTHER_OPERATION
-    elif loop.world_size != 1 and is_peer_failure(error):
+    advice = _advice(error, loop)
+    if not advice and loop.world_size != 1 and is_peer_failure(error):
         return None, f"the training function raised the failure of another worker: {format_exception(error)}"
-    elif isinstance(error, _RAY_ERRORS):
+    if not advice and isinstance(error, _RAY_ERRORS):
         return None, f"Ray failed on this node: {format_exception(error)}"
     outcome = {"status": "failed", **(loop.progress() if loop.membership.holds_state else {})}
     if isinstance(error, ElasticDDPError):
         rank = f"rank {loop.rank}: " if isinstance(error, DataError) and loop.world_size else ""
         return {**outcome, "kind": type(error).__name__, "error": f"{rank}{error}"}, None
-    if isinstance(error, AttributeError) and error.name in _OF_DDP and loop.state.is_model(error.obj):
-        advice = f"run.prepare returned your own model, without a wrapper. {_OF_DDP[error.name]}"
     text = "".join(traceback.format_exception(error)) + (advice or environment().advise(error))
     return {**outcome, "kind": TrainFunctionError.__name__, "error": text}, None
+
+
+def _advice(error: BaseException, loop: Loop) -> str:
+    """Returns what to do about an error that the training function raised, or ""."""
+    if is_missing_group(error) and not loop.membership.holds_state:
+        return _NO_GROUP_YET
+    if isinstance(error, RuntimeError) and _NONDETERMINISTIC in str(error):
+        return _USE_ANOTHER_OPERATION
+    if isinstance(error, AttributeError) and error.name in _OF_DDP and loop.state.is_model(error.obj):
+        return f"run.prepare returned your own model, without a wrapper. {_OF_DDP[error.name]}"
+    return next((advice for text, advice in _OF_THREAD.items() if text in str(error)), "")
 
 
 def _close(loop: Loop, outcome: Outcome | None, failure: str | None) -> str | None:
@@ -196,15 +238,22 @@ def _close(loop: Loop, outcome: Outcome | None, failure: str | None) -> str | No
 
 def _set_up_process(config: RunConfig, context: WorkerContext) -> None:
     """Sets what must be equal on all workers for identical bits, and what Ray and torch read from the environment."""
+    _set_up_numerics(config)
+    # Otherwise each worker polls Prometheus every ten seconds, and reports to an actor for each pipeline.
+    os.environ.setdefault("RAY_DATA_USAGE_DISABLED", "1")
+    use_interface_of(context.member.node)
+    refuse_breakpoints()
+    gc.freeze()  # collections skip what the imports have created
+    gc.enable()  # `ElasticWorker` disables it for the imports
+
+
+def _set_up_numerics(config: RunConfig) -> None:
     # The number of threads decides in which order sums are added inside an operation.
     torch.set_num_threads(config.num_threads)
+    if dist.get_debug_level() == dist.DebugLevel.DETAIL:  # `Loop` warns
+        dist.set_debug_level(dist.DebugLevel.INFO)
     if config.reduction == "canonical":
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
         torch.backends.cudnn.benchmark = False
-    # Otherwise each worker polls Prometheus every ten seconds, and reports to an actor for each pipeline.
-    os.environ.setdefault("RAY_DATA_USAGE_DISABLED", "1")
-    use_interface_of(context.member.node)
-    gc.freeze()  # collections skip what the imports have created
-    gc.enable()  # `ElasticWorker` disables it for the imports

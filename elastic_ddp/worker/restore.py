@@ -22,7 +22,7 @@ def restore(
     make_layout: Callable[[], Layout | None] = lambda: None,
     *,
     check_same_run: Callable[[Commit], None] = lambda commit: None,
-    fence: Callable[[], None] = lambda: None,
+    fence: Callable[[], None] | None = lambda: None,
     tick: Callable[[], None] = lambda: None,
 ) -> tuple[Commit, dict[str, Any]] | None:
     """Returns the newest commit that verifies and its state on the CPU, or None if there is none. Every rank calls it.
@@ -37,7 +37,8 @@ def restore(
         make_layout: called once, when there is a commit to read; returns the tensors of which this rank reads its
             shard only.
         check_same_run: called on rank 0 with each commit; raises CheckpointError if the commit is another run's.
-        fence: called on rank 0 before a commit is set aside; raises if this rank may no longer do that.
+        fence: called on rank 0 before a commit is set aside; raises if this rank may no longer do that. With None, none
+            is set aside.
         tick: called whenever this rank has a piece.
 
     Raises:
@@ -51,7 +52,7 @@ def restore(
         return read_shared(commit, skeleton, storage, group, layout=layout(), tick=tick)
 
     restored = first_usable(store, store.manifests(), group, read, check_same_run)
-    if restored is not None and group.rank == 0:
+    if restored is not None and group.rank == 0 and fence is not None:
         store.set_aside_rejected(fence)
     return restored
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -473,13 +474,51 @@ def test_a_failed_run_resumes_when_its_function_is_fixed(folder: Path, cluster: 
     assert fit(folder, "fixed", 1, train=broken, **settings) == fixed, "the run has finished"
 
 
+def test_a_debugged_run_has_the_bits_of_fit_and_leaves_the_run_as_it_is(folder: Path, calm: ed.RunResult) -> None:
+    run = folder / "debugged" / "calm"
+    shutil.copytree(folder / "runs" / "calm", run)
+    (run / f"checkpoints/commits/{calm.steps}.json").unlink()
+
+    def files() -> dict[Path, int]:
+        return {path: path.stat().st_mtime_ns for path in run.rglob("*") if path.is_file()}
+
+    before = files()
+    train = jobs.make_train(held_out=str(folder / "held-out"))
+    config = jobs.settings(str(folder / "debugged"), "calm", 1)
+    for resume in (False, True):
+        trainer = ed.ElasticTrainer(train, str(folder / "data"), config, transform=jobs.jitter)
+        debugged = trainer.debug(resume=resume)
+        assert_same(debugged, calm)
+        assert debugged.metrics["validation_loss"] == calm.metrics["validation_loss"]
+        assert (debugged.summary["loss"]["first"] == calm.summary["loss"]["first"]) is not resume
+    assert files() == before
+
+
+@pytest.mark.chaos
+def test_breakpoint_in_a_worker_or_a_data_process_ends_the_run_at_once(folder: Path, cluster: None) -> None:
+    def stop(run: ed.Run, step: int) -> None:
+        breakpoint()
+
+    def transform(rows: Any, rng: Any) -> Any:
+        breakpoint()
+        return rows
+
+    with pytest.raises(ConfigError, match=r"breakpoint\(\) at .*test_run.py:\d+ in stop: .*trainer.debug\(\)"):
+        fit(folder, "breaks", 1, train=jobs.make_train(stop))
+    config = jobs.settings(str(folder / "runs"), "breaks-too", 1)
+    with pytest.raises(ConfigError, match=r"breakpoint\(\) at .*test_run.py:\d+ in transform: "):
+        ed.ElasticTrainer(jobs.make_train(), str(folder / "data"), config, transform=transform).fit()
+
+
 @pytest.mark.chaos
 def test_more_failures_than_max_restarts_end_the_run(folder: Path, cluster: None) -> None:
     def fault(run: ed.Run, step: int) -> None:
         if step == 2:
             os._exit(1)
 
-    with pytest.raises(WorkersFailedError, match="max_restarts=1 allows"):
+    with pytest.raises(
+        WorkersFailedError, match=r"(?s)max_restarts=1 allows.*os._exit\(1\) called by rank 0 at step 2 at"
+    ):
         fit(folder, "fails", 1, train=jobs.make_train(fault), max_restarts=1)
 
 

@@ -93,6 +93,8 @@ class FakeClient:
 
     def report_crashes(self) -> None: ...
 
+    def report_exits(self, where: Callable[[], str]) -> None: ...
+
     def store_address(self) -> tuple[str, int]:
         return "127.0.0.1", self._store_port
 

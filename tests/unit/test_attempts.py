@@ -244,16 +244,23 @@ from elastic_ddp.rendezvous.heartbeat import Heartbeat
 
 def train():
     sys.stdin.read()
-    os.kill(os.getpid(), int(sys.argv[4]))
+    os.kill(os.getpid(), int(sys.argv[4])) if sys.argv[4] != "0" else os._exit(3)
 
 heartbeat = Heartbeat(lambda: (sys.argv[1], int(sys.argv[2])), "worker", float(sys.argv[3]))
 heartbeat.report_crashes()
+heartbeat.report_exits(lambda: "called by rank 1 at step 5")
+if os.fork() == 0:
+    os._exit(0)
+os.wait()
 train()
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGSEGV, signal.SIGABRT])
-def test_a_crash_is_reported_with_its_signal_and_its_place(tmp_path: Path, number: signal.Signals) -> None:
+@pytest.mark.parametrize(
+    ("number", "what"),
+    [(signal.SIGSEGV, "SIGSEGV"), (signal.SIGABRT, "SIGABRT"), (0, "os._exit(3) called by rank 1 at step 5")],
+)
+def test_a_crash_or_an_exit_is_reported_with_its_cause_and_its_place(tmp_path: Path, number: int, what: str) -> None:
     script = tmp_path / "crashes.py"
     script.write_text(textwrap.dedent(CRASHES))
 
@@ -265,7 +272,7 @@ def test_a_crash_is_reported_with_its_signal_and_its_place(tmp_path: Path, numbe
         await asyncio.wait_for(process.communicate(b""), LIMIT_S)
         ((_, how),) = await receiver.until_failed()
         first, *stack = how.split("\n")
-        assert first == f"{FAILED}: {number.name} at {script}:7 in train"
-        assert any('crashes.py", line 11, in <module>' in line for line in stack)
+        assert first == f"{FAILED}: {what} at {script}:7 in train"
+        assert any('crashes.py", line 15, in <module>' in line for line in stack)
 
     run_server(LONG_S, scenario)

@@ -142,6 +142,9 @@ class InProcessTrainer(ed.ElasticTrainer):
         self.function(in_process_run(self.config))
         return mock.create_autospec(ed.RunResult, instance=True, status="finished", steps=2, weights_sha256="0")
 
+    def debug(self, *, resume: bool = False) -> Any:
+        return self.fit()
+
 
 def in_process_run(config: ed.RunConfig) -> Any:
     """Returns a `Run` with two steps of one micro-batch; it has the real one's methods and signatures."""

@@ -45,7 +45,7 @@ def on_a_rank(group: ProcessGroup, config: RunConfig, calls: list[tuple[Callable
             for batch in step.micro_batches():
                 step.backward(model(batch["x"]).square().mean())
             step.optimize()
-            job: Any = type("Job", (), {"config": config})
+            job: Any = type("Job", (), {"config": config, "debugged": None})
             return [
                 evaluation.evaluate(step.generation, job, loss_fn, "held-out", None, None, torch.device("cpu"), compute)
                 for loss_fn, compute in calls

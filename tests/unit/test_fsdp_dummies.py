@@ -73,7 +73,7 @@ def _after_a_step(group: ProcessGroup) -> list[tuple[list[float], float]]:
 
 def _evaluated(generation: Generation, loss_fn: Any) -> float:
     """Evaluates a set whose last step is short: one rank has rows and padding, another only padding."""
-    job: Any = SimpleNamespace(config=config_of("fsdp"), storage="")
+    job: Any = SimpleNamespace(config=config_of("fsdp"), storage="", debugged=None)
     index = SimpleNamespace(from_bytes=lambda data: FakeIndex(num_rows=M * SIZE + 2), to_bytes=lambda: b"")
     with (
         mock.patch("elastic_ddp.worker.evaluation.MicroBatchFeed", FakeFeed),

@@ -140,7 +140,7 @@ class Stored:
 def test_an_evaluation_of_data_in_memory_reads_the_selected_columns(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(map_style, "ship", Stored)
     generation: Any = SimpleNamespace(group=single_rank_group(), activity=Activity())
-    job: Any = SimpleNamespace(config=SimpleNamespace(data=SimpleNamespace(columns=["x"])))
+    job: Any = SimpleNamespace(config=SimpleNamespace(data=SimpleNamespace(columns=["x"])), debugged=None)
     data = {"x": np.ones(3), "text": ["a", "b", "c"]}
     index = evaluation._share_index(generation, job, data, False)
     assert isinstance(index, MapStyleIndex) and index.name == "columns 'x'"

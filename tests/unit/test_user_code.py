@@ -133,6 +133,26 @@ def test_a_runtime_env_that_a_node_cannot_set_up_is_one_sentence_with_the_reason
     assert import_failure(ValueError("another error")) is None
 
 
+@pytest.mark.parametrize(("own", "printed"), [({}, "refused"), ({"PYTHONBREAKPOINT": "0"}, "ignored")])
+def test_a_breakpoint_in_a_process_of_the_run_is_an_error_unless_the_user_has_set_it(
+    tmp_path: Path, own: dict[str, str], printed: str
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os\nfrom elastic_ddp.user_code import refuse_breakpoints\n"
+        "os.environ['PYTHONBREAKPOINT'] = 'ray.util.rpdb.set_trace'  # as Ray does\n"
+        "refuse_breakpoints()\n"
+        "try:\n    breakpoint()\n    print('ignored')\n"
+        "except Exception as error:\n    print('refused', error)\n"
+    )
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONBREAKPOINT"}
+    environment |= {"PYTHONPATH": str(Path(user_code.__file__).parents[1])} | own
+    done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True)
+    assert done.stdout.startswith(printed), done.stderr
+    if printed == "refused":
+        assert f"breakpoint() at {script}:6 in <module>" in done.stdout and "trainer.debug()" in done.stdout
+
+
 def test_an_interrupt_does_not_stop_an_import_half_way() -> None:
     """Ray cancels a task by interrupting its main thread."""
     begun, interrupted, ended = threading.Event(), threading.Event(), threading.Event()

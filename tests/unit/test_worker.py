@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import gc
+import io
 import os
+import pdb
 import re
+import signal
 import sys
 import weakref
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -181,6 +186,51 @@ def test_an_error_says_that_a_prepared_model_has_no_wrapper(
 ) -> None:
     outcome = outcome_of(lambda run: getattr(run.prepare(Model()), name))
     assert f"run.prepare returned your own model, without a wrapper. {advice}" in outcome["error"]
+
+
+def in_a_thread(call: Callable[[], Any]) -> Any:
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(call).result()
+
+
+@pytest.mark.parametrize(
+    ("call", "advice"),
+    [
+        (lambda: signal.signal(signal.SIGUSR1, signal.SIG_DFL), "only the main thread can handle signals. Leave the"),
+        (asyncio.get_event_loop, "which has no event loop. Use asyncio.run"),
+        (
+            lambda: pdb.Pdb(stdin=io.StringIO(), stdout=io.StringIO()).set_trace(),
+            "Call trainer.debug() instead of trainer.fit()",
+        ),
+    ],
+)
+def test_an_error_of_a_thread_says_what_to_use_in_a_worker(
+    outcome_of: Callable[[Train], dict[str, Any]],
+    monkeypatch: pytest.MonkeyPatch,
+    call: Callable[[], Any],
+    advice: str,
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO())
+    assert advice in outcome_of(lambda run: in_a_thread(call))["error"]
+
+
+def exit_at_step_2(run: Run) -> None:
+    model = prepared(run)
+    for step in run.steps():
+        with step:
+            compute_gradients(step, model)
+            step.optimize()
+        if step.index == 1 and run.rank == 1:
+            os._exit(3)
+
+
+def test_a_worker_that_ends_its_process_is_reported_with_status_rank_and_step(tmp_path: Path) -> None:
+    sizes = {"steps": 4, "global_batch_size": 4, "micro_batch_size": 2}
+    with running(tmp_path, exit_at_step_2, CPU, 2, **sizes) as workers:
+        workers.finish(LIMIT_S * 2)
+        lost = workers.rendezvous.events("worker_lost")[0]
+    place = f"{__file__}:{exit_at_step_2.__code__.co_firstlineno + 7} in exit_at_step_2"
+    assert lost.error.startswith(f"its process exited: os._exit(3) called by rank 1 at step 2 at {place}\n")
 
 
 def put(run: Run) -> None:
