@@ -32,6 +32,7 @@ from arguments import positive_int
 from peers import report
 from peers.measures import Event, has_begun, is_settled, measure
 from peers.ours import ElasticDDP
+from peers.ray_torch_ft import RayTrainTorchFT
 from peers.ray_train import RayTrain, RayTrainTuned
 from peers.system import System
 from peers.torch_ft import TorchFT, TorchFTTuned
@@ -44,7 +45,7 @@ from elastic_ddp import RunConfig
 
 SYSTEMS: dict[str, type[System]] = {
     system.about.name: system
-    for system in (ElasticDDP, RayTrain, RayTrainTuned, Torchrun, TorchrunTuned, TorchFT, TorchFTTuned)
+    for system in (ElasticDDP, RayTrain, RayTrainTuned, Torchrun, TorchrunTuned, TorchFT, TorchFTTuned, RayTrainTorchFT)
 }
 WORKERS = {"add": (2, 3), "kill": (3, 3), "drain": (3, 2), "node": (3, 2), "silence": (3, 2), "resize": (3, 2)}
 """Number of workers before and after each event."""
@@ -206,7 +207,7 @@ def main() -> None:
     events = options.events.split(",")
     if unknown := sorted({*chosen} - {*peers}) + sorted({*events} - {*WORKERS}):
         parser.error(f"no {', '.join(unknown)}: peers are {', '.join(peers)}, events {', '.join(WORKERS)}")
-    needs = {"matplotlib": bool(chosen), "torchft": any(name.startswith("torchft") for name in chosen)}
+    needs = {"matplotlib": bool(chosen), "torchft": any("torchft" in name for name in chosen)}
     if missing := [name for name, needed in needs.items() if needed and find_spec(name) is None]:
         parser.error(f"{' and '.join(missing)} missing. Install them with: pip install 'elastic_ddp[bench]'")
 

@@ -87,12 +87,11 @@ def _comm_hook(manager: Any, bucket: torch.distributed.GradBucket) -> torch.futu
     return done
 
 
-def train(folder: str, replica: int) -> None:
-    from torchft import DistributedDataParallel, DistributedSampler, Manager, Optimizer, ProcessGroupGloo
+def prepare(replica: int, **options: Any) -> tuple[Any, torch.nn.Module, Any]:
+    """Returns the manager of a replica, with further options of it, and its model and optimizer."""
+    from torchft import DistributedDataParallel, Manager, Optimizer, ProcessGroupGloo
 
     DistributedDataParallel._comm_hook = staticmethod(_comm_hook)
-    leaving: list[bool] = []
-    signal.signal(signal.SIGTERM, lambda *_: leaving.append(True))
 
     def state_dict() -> dict[str, Any]:
         return {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
@@ -108,14 +107,37 @@ def train(folder: str, replica: int) -> None:
         state_dict=state_dict,
         replica_id=f"elasticity_{replica}",
         timeout=timedelta(seconds=30),
+        **options,
     )
     model = DistributedDataParallel(manager, make_model())
     optimizer = Optimizer(manager, torch.optim.AdamW(model.parameters(), lr=1e-3))
+    return manager, model, optimizer
+
+
+def make_loader(replica: int) -> torch.utils.data.DataLoader[Any]:
+    from torchft import DistributedSampler
+
     rows = torch.utils.data.TensorDataset(make_rows())
     sampler = DistributedSampler(
         rows, replica_rank=replica % _MAX_REPLICAS, num_replica_groups=_MAX_REPLICAS, group_rank=0, num_replicas=1
     )
-    loader = torch.utils.data.DataLoader(rows, batch_size=GLOBAL_BATCH_SIZE // _START_WORKERS, sampler=sampler)
+    return torch.utils.data.DataLoader(rows, batch_size=GLOBAL_BATCH_SIZE // _START_WORKERS, sampler=sampler)
+
+
+def step_ended(log: StepLog, manager: Any, steps_done: int) -> int:
+    """Logs a completed step. Returns how many steps are done, of which `steps_done` were before."""
+    # A failed step does not count, nor does a newcomer's first one, which only receives the state.
+    step: int = manager.current_step()
+    if step > steps_done and manager.is_participating():
+        log.step_ended(step - 1, rank=manager.participating_rank(), world_size=manager.num_participants())
+    return step
+
+
+def train(folder: str, replica: int) -> None:
+    leaving: list[bool] = []
+    signal.signal(signal.SIGTERM, lambda *_: leaving.append(True))
+    manager, model, optimizer = prepare(replica)
+    loader = make_loader(replica)
     log, steps_done = StepLog(folder), 0
     while True:
         for (x,) in loader:
@@ -123,11 +145,7 @@ def train(folder: str, replica: int) -> None:
             wait()
             loss_fn(model, x).backward()
             optimizer.step()
-            # A failed step does not count, nor does a newcomer's first one, which only receives the state.
-            if manager.current_step() > steps_done and manager.is_participating():
-                rank = manager.participating_rank()
-                log.step_ended(manager.current_step() - 1, rank=rank, world_size=manager.num_participants())
-            steps_done = manager.current_step()
+            steps_done = step_ended(log, manager, steps_done)
             if leaving:
                 manager.shutdown()
                 return
