@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from pydantic import ValidationError
 
@@ -54,7 +54,15 @@ class PeerFailedError(Exception):
 
 def format_exception(error: BaseException) -> str:
     """Returns the error's type and text, as the ledger and other errors show them."""
-    return f"{type(error).__name__}: {error}"
+    return f"{type(error).__name__}: {text_of(error)}"
+
+
+def text_of(error: BaseException, show: Callable[[BaseException], str] = str) -> str:
+    """Returns `show(error)`, which is `str` or `repr`. Names the type if the exception's own method raises."""
+    try:
+        return show(error)
+    except Exception as failure:
+        return f"<{type(error).__name__}, whose __{show.__name__}__ raises {type(failure).__name__}>"
 
 
 def format_validation_error(error: ValidationError, *, with_fields: bool = False) -> str:

@@ -27,6 +27,7 @@ def main() -> None:
         micro_batch_size=options.micro_batch_size,
         min_workers=low,
         max_workers=high,
+        standby_workers=options.standbys,
         resources_per_worker={"CPU": 1.0, "GPU": 1.0} if use_gpu else {"CPU": 1.0},
         precision=options.precision,
         strategy=options.strategy,
@@ -86,6 +87,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--held-out", help="Parquet files to evaluate on, if --data is Parquet")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--workers", default="1:2", type=workers, metavar="MIN:MAX", help="number of workers")
+    parser.add_argument("--standbys", type=int, default=0, help="processes on each node that replace a failed worker")
     parser.add_argument("--global-batch-size", type=int, default=32)
     parser.add_argument("--micro-batch-size", type=int, default=8)
     parser.add_argument("--context", type=int, default=128, help="context length in bytes")

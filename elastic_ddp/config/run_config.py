@@ -376,7 +376,7 @@ class RunConfig(Settings):
 
     @classmethod
     def load(cls, config: RunConfig | Mapping[str, Any] | str | os.PathLike[str]) -> RunConfig:
-        """Builds a configuration from a RunConfig, a dict, or the path of a TOML file.
+        """Builds a configuration from a RunConfig, a mapping, or the path of a TOML file.
 
         A `[job]` table in the file belongs to `elastic-ddp run` and is ignored here.
 
@@ -395,7 +395,7 @@ class RunConfig(Settings):
 def read_toml(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Returns the content of a TOML file; ConfigError if it cannot be read."""
     try:
-        return tomllib.loads(Path(path).read_text())
+        return tomllib.loads(Path(path).read_text(encoding="utf-8-sig"))
     except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise ConfigError(f"config={os.fspath(path)!r} is not a TOML file that can be read: {reason}") from None

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
 from typing import Annotated, Any, TypeVar
 
+import numpy as np
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from elastic_ddp.config.explain import explain
@@ -45,6 +46,17 @@ def flatten(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
+def plain(value: Any) -> Any:
+    """Returns a value with its mappings as dicts, other sequences than tuples as lists, and NumPy's as Python's."""
+    if isinstance(value, Mapping):  # also OmegaConf's
+        return {plain(key): plain(part) for key, part in value.items()}
+    if isinstance(value, tuple):
+        return tuple(map(plain, value))
+    if isinstance(value, Sequence) and not isinstance(value, str | bytes):
+        return [plain(part) for part in value]
+    return value.tolist() if isinstance(value, np.ndarray | np.generic) else value
+
+
 class Settings(BaseModel):
     """Frozen settings. An invalid value raises ConfigError."""
 
@@ -56,7 +68,7 @@ class Settings(BaseModel):
             return
         token = _building.set(True)
         try:
-            super().__init__(**values)
+            super().__init__(**plain(values))
         except ValidationError as error:
             message = explain(error, type(self))
         else:

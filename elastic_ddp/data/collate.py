@@ -26,7 +26,7 @@ from elastic_ddp.data.source import COLUMN_PREFIX, rows_of_chunks, wrap
 from elastic_ddp.data.split import ChunkContent, split_into_micro_batches
 from elastic_ddp.data.transform import Arrays, Transform, apply_transform, check_tensors
 from elastic_ddp.data.user_calls import recorded
-from elastic_ddp.errors import ConfigError, DataError, shorten
+from elastic_ddp.errors import ConfigError, DataError, shorten, text_of
 from elastic_ddp.seeding import seed_all
 from elastic_ddp.user_code import environment, uninterrupted
 
@@ -117,9 +117,8 @@ class Collator:
             if self.collate_fn is None:
                 what = "rows cannot be stacked into a batch by torch's default_collate, which raised"
                 fix = "\nReturn tensors, arrays or numbers of equal shapes from every row, or pass a collate_fn."
-            text = (
-                f"{what} {error!r} in {place}:\n{traceback.format_exc().rstrip()}{fix}\n{environment().advise(error)}"
-            )
+            what = f"{what} {text_of(error, repr)} in {place}"
+            text = f"{what}:\n{traceback.format_exc().rstrip()}{fix}\n{environment().advise(error)}"
             raise DataError(text.rstrip()) from error
         if batch is None:
             raise DataError(f"collate_fn returned None in {place}. Return the batch.")

@@ -32,6 +32,11 @@ from elastic_ddp.user_code import this_node
 _MAX_GAP_BYTES = 64 * 1024  # reading so many unwanted bytes is cheaper than another request
 _PYARROWS_OPTIONS = re.compile(r"^\w+://.*\?\w+=")
 
+_PATHS = (
+    'data is a list of strings, which is a list of paths. To use texts, pass columns, such as data={"text": texts}, or '
+    "a map-style data set, and turn the texts into numbers in a transform or a collate_fn. If these are paths: "
+)
+
 Source = str | PathLike[str] | Sequence[str | PathLike[str]]
 """A data set: a path or URI of a file or folder, a glob, or a list of these."""
 
@@ -75,8 +80,14 @@ def entries_of(source: Source) -> list[str]:
         or not entries
         or not all(isinstance(entry, str | PathLike) and str(entry).strip() for entry in entries)
     ):
-        raise DataError(f"data={source!r} names no data. Use a path, a URI, a glob or a list of them.")
+        raise DataError(
+            f"{_hint(source)}data={source!r:.200} names no data. Use a path, a URI, a glob or a list of them."
+        )
     return [str(entry) for entry in entries]
+
+
+def _hint(source: Source) -> str:
+    return _PATHS if isinstance(source, list | tuple) and source and isinstance(source[0], str) else ""
 
 
 def list_files(source: Source) -> list[DataFile]:
@@ -90,9 +101,15 @@ def list_files(source: Source) -> list[DataFile]:
         DataError: nothing was found, a file was found twice, or a folder, file or link cannot be read.
     """
     entry_of: dict[str, str] = {}
-    files = []
+    files: list[DataFile] = []
     for entry in entries_of(source):
-        for file in _list(entry):
+        try:
+            found = _list(entry)
+        except DataError as error:
+            if files or not (hint := _hint(source)):
+                raise
+            raise DataError(f"{hint}{error}") from error.__cause__
+        for file in found:
             if file.path in entry_of:
                 raise DataError(
                     f"data contains {file.path} twice, in {entry_of[file.path]!r} and in {entry!r}, so an epoch would "

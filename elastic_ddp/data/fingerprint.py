@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from elastic_ddp.errors import DataError
+from elastic_ddp.errors import DataError, text_of
 from elastic_ddp.seeding import preserve_rng_state, seed_all
 from elastic_ddp.user_code import environment
 
@@ -30,7 +30,8 @@ def fetch(data: Any, rows: list[int]) -> Iterator[Any]:
 def row_error(rows: list[int], error: BaseException, place: str = "") -> DataError:
     """Returns the error for rows that cannot be read. Call it where `error` was caught."""
     what = f"data[{rows[0]}]" if len(rows) == 1 else f"data.__getitems__({rows})"
-    text = f"{what} raised {error!r}{place}:\n{traceback.format_exc().rstrip()}\n{environment().advise(error)}"
+    what = f"{what} raised {text_of(error, repr)}{place}"
+    text = f"{what}:\n{traceback.format_exc().rstrip()}\n{environment().advise(error)}"
     return DataError(text.rstrip())
 
 
@@ -43,20 +44,24 @@ def of_columns(columns: Mapping[str, Any]) -> str:
     return digest.hexdigest()
 
 
-def of_rows(data: Any) -> tuple[str, int | None]:
-    """Returns the digest of the type, the length and a few rows of a map-style data set, and a row that varies, if any.
+def of_rows(data: Any) -> tuple[str, str, int | None]:
+    """Returns the digest of a map-style data set, its digest in earlier versions, and a row that varies, if any.
 
-    Rows that differ between two reads with equal seeds do not count, nor do objects in them other than arrays, images,
-    containers and plain values.
+    The name of the class, the length and a few rows count. Rows that differ between two reads with equal seeds do not,
+    nor do objects in them other than arrays, images, containers and plain values. In earlier versions the module of the
+    class counted too, which is another one for a class that runs as a script.
     """
-    digest, varying = hashlib.sha256(), None
-    _update(digest, [type(data).__module__, type(data).__qualname__, len(data)])
+    kind, varying = type(data), None
+    digest, earlier = hashlib.sha256(), hashlib.sha256()
+    _update(digest, [kind.__name__, len(data)])
+    _update(earlier, [kind.__module__, kind.__qualname__, len(data)])
     for row in np.unique(np.linspace(0, len(data) - 1, _PROBED_ROWS).astype(np.int64)).tolist():
         first, second = (_row_digest(data, row) for _ in range(2))
-        _update(digest, first if first == second else None)
+        for each in (digest, earlier):
+            _update(each, first if first == second else None)
         if first != second and varying is None:
             varying = row
-    return digest.hexdigest(), varying
+    return digest.hexdigest(), earlier.hexdigest(), varying
 
 
 def _row_digest(data: Any, row: int) -> str:

@@ -11,11 +11,11 @@ import hashlib
 import io
 import json
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import pyarrow as pa
@@ -45,6 +45,8 @@ class DatasetIndex:
     group_rows: Int64Array
     schema: pa.Schema
     """The columns to read, in the order of `data.columns`."""
+    copy: str = ""
+    """The folder of the files in the run's own folder, if they are its copy of a `ray.data.Dataset`."""
 
     compared_by: ClassVar[str] = "files are compared by path, size, and time of change or ETag"
 
@@ -63,9 +65,19 @@ class DatasetIndex:
 
     @cached_property
     def fingerprint(self) -> str:
-        """SHA-256 of every file's path, size and version. It differs for different data sets."""
-        lines = [json.dumps([file.path, file.size, file.version]) for file in self.files]
-        return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+        """SHA-256 of every file's path, size and version. It differs for different data sets.
+
+        Of the run's copy, whose name is unique, it covers the path inside of the run's folder, which may be moved, and
+        no version, which differs after that.
+        """
+        if not self.copy:
+            return self.earlier_fingerprint
+        return _sha256([file.path[file.path.rindex(self.copy) :], file.size] for file in self.files)
+
+    @cached_property
+    def earlier_fingerprint(self) -> str:
+        """The fingerprint by the rule of earlier versions, which runs that they began have on record."""
+        return _sha256([file.path, file.size, file.version] for file in self.files)
 
     def locate(self, row_ids: Sequence[int]) -> str:
         """Returns the files of these rows, and their numbers in the files."""
@@ -167,6 +179,10 @@ def _change_error(indexed: Sequence[DataFile], listed: Sequence[DataFile]) -> Da
         "in every step. Restore the files, or use another run name; run.load_weights can start that run from the "
         "weights of this one."
     )
+
+
+def _sha256(files: Iterable[list[Any]]) -> str:
+    return hashlib.sha256("\n".join(map(json.dumps, files)).encode()).hexdigest()
 
 
 def _source_hash(source: Source, columns: Sequence[str] | None) -> str:

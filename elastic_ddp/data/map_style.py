@@ -25,7 +25,7 @@ from elastic_ddp.data.order import Int64Array
 from elastic_ddp.data.packing import dump, load
 from elastic_ddp.data.transform import check_tensors
 from elastic_ddp.data.user_calls import describe_rows
-from elastic_ddp.errors import ConfigError, DataError, format_exception
+from elastic_ddp.errors import ConfigError, DataError, format_exception, text_of
 from elastic_ddp.user_code import Shipped, environment, ship, uninterrupted
 
 _CACHED_DATA_SETS = 4
@@ -63,8 +63,10 @@ class MapStyleIndex:
     """`Columns` or the user's object; after `share`, what `load_shared` loads it from."""
     varying_row: int | None = None
     """A row that differs between two reads with equal seeds, if one was found."""
+    earlier_fingerprint: str = ""
+    """The fingerprint by the rule of earlier versions, which runs that they began have on record."""
 
-    compared_by: ClassVar[str] = "arrays are compared by content, other data sets by type, length and a few rows"
+    compared_by: ClassVar[str] = "arrays are compared by content, other data sets by class name, length and a few rows"
 
     @property
     def group_rows(self) -> Int64Array:
@@ -195,15 +197,15 @@ def index_in_memory(data: Any, columns: Sequence[str] | None = None, *, identify
         num_rows = len(content)
     except Exception as error:  # raised by the data set
         text = f"{traceback.format_exc().rstrip()}\nReturn the number of rows from __len__."
-        raise DataError(f"len(data) raised {error!r}:\n{text}") from error
+        raise DataError(f"len(data) raised {text_of(error, repr)}:\n{text}") from error
     if num_rows < 1:
         raise DataError(f"data ({name}) has no rows. Pass a data set that has some.")
-    fingerprint, varying_row = "", None
+    fingerprint, earlier, varying_row = "", "", None
     if identify and is_columns:
-        fingerprint = of_columns(content.values)
+        fingerprint = earlier = of_columns(content.values)
     elif identify:
-        fingerprint, varying_row = of_rows(content)
-    return MapStyleIndex(num_rows, fingerprint, name, content, varying_row)
+        fingerprint, earlier, varying_row = of_rows(content)
+    return MapStyleIndex(num_rows, fingerprint, name, content, varying_row, earlier)
 
 
 def has_columns(data: Any) -> bool:

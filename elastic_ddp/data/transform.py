@@ -15,7 +15,7 @@ from elastic_ddp.data.order import transform_generator
 from elastic_ddp.data.source import COLUMN_PREFIX, BlockFiller, as_binary
 from elastic_ddp.data.split import ChunkContent
 from elastic_ddp.data.user_calls import describe_rows, recorded
-from elastic_ddp.errors import ConfigError, DataError
+from elastic_ddp.errors import ConfigError, DataError, text_of
 from elastic_ddp.seeding import seed_all
 from elastic_ddp.user_code import environment
 
@@ -77,7 +77,7 @@ def apply_transform(
         raise
     except (Exception, SystemExit) as error:
         advice = environment().advise(error)
-        text = f"the transform raised {error!r} in {title}:\n{traceback.format_exc().rstrip()}\n{advice}"
+        text = f"the transform raised {text_of(error, repr)} in {title}:\n{traceback.format_exc().rstrip()}\n{advice}"
         raise DataError(text.rstrip()) from error
     if not had_torch and "torch" in sys.modules:  # the call imported torch, whose generator was not seeded then
         return apply_transform(transform, rows, seed, chunk, num_rows)

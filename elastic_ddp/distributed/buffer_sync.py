@@ -27,16 +27,24 @@ def _add(left: Changes, right: Changes) -> Changes:
     return [b if a is None else a if b is None else a + b for a, b in zip(left, right, strict=True)]
 
 
-def unshare_buffers(module: torch.nn.Module) -> None:
-    """Copies buffers whose elements share memory, such as expanded ones, so that they can be written in place."""
+def resolve_views(module: torch.nn.Module) -> None:
+    """Copies what cannot be written in place or sent as bytes.
+
+    These are buffers whose elements share memory, such as expanded ones, and buffers and parameters that are lazily
+    conjugated or negated, such as `tensor.conj()`.
+    """
+    for parameter in module.parameters():  # complex ones are refused
+        if parameter.is_neg():
+            parameter.data = parameter.data.resolve_neg()
     copies: dict[int, torch.Tensor] = {}
     for submodule in module.modules():
         buffers = buffers_of(submodule)
         for name, buffer in buffers.items():
             if buffer is None or buffer.layout is not torch.strided:
                 continue
-            if any(stride == 0 and size > 1 for stride, size in zip(buffer.stride(), buffer.shape, strict=True)):
-                buffers[name] = copies.setdefault(id(buffer), buffer.contiguous())
+            is_expanded = any(s == 0 and size > 1 for s, size in zip(buffer.stride(), buffer.shape, strict=True))
+            if is_expanded or buffer.is_conj() or buffer.is_neg():
+                buffers[name] = copies.setdefault(id(buffer), buffer.resolve_conj().resolve_neg().contiguous())
 
 
 def _differ(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:

@@ -24,7 +24,7 @@ from elastic_ddp.distributed.gloo_waits import MessageWaits, wait_for_collective
 from elastic_ddp.distributed.host_number import read
 from elastic_ddp.distributed.sockets import Socket, shut_down, tcp_sockets
 from elastic_ddp.distributed.store import StoreConnection
-from elastic_ddp.errors import PeerFailedError
+from elastic_ddp.errors import PeerFailedError, text_of
 
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 """Torch 2.13 renamed `all_gather_into_tensor`; 2.11 has only the old name."""
@@ -340,7 +340,7 @@ def is_peer_failure(error: BaseException) -> bool:
     """Returns whether a collective failed because a peer is gone, and not because of the user's code."""
     if isinstance(error, PeerFailedError | dist.DistNetworkError | dist.DistBackendError | dist.DistStoreError):
         return True
-    text = str(error)
+    text = text_of(error)
     if isinstance(error, RuntimeError) and _GLOO_ERROR.match(text):
         return True
     has_sign = isinstance(error, RuntimeError | ValueError) and any(
@@ -351,7 +351,7 @@ def is_peer_failure(error: BaseException) -> bool:
 
 def is_missing_group(error: BaseException) -> bool:
     """Returns whether the error is torch's for a collective, or a query of the rank, without a process group."""
-    return isinstance(error, ValueError) and _NO_GROUP in str(error).lower() and _is_raised_by_torch(error)
+    return isinstance(error, ValueError) and _NO_GROUP in text_of(error).lower() and _is_raised_by_torch(error)
 
 
 def _is_raised_by_torch(error: BaseException) -> bool:

@@ -6,6 +6,7 @@ import inspect
 import io
 import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from ray.runtime_env import RuntimeEnv
@@ -106,14 +107,18 @@ def check_is_kept(storage: str, uri: str) -> None:
         )
 
 
-def check_identity(job: Job, *, may_replace: bool) -> None:
+def check_identity(job: Job, *, may_replace: bool) -> Job:
     """Records what defines the run, or raises ConfigError if it differs from the record of an earlier session.
 
-    A run without a commit (`may_replace`) gets a new record.
+    A run without a commit (`may_replace`) gets a new record. Returns the job with the data set's fingerprint on record.
     """
     storage, config, index = job.storage, job.config, job.index
     current = {**job.identity(), "data": index.fingerprint}
-    record, is_damaged = json.dumps({**current, _DESCRIPTION: str(index)}, indent=1).encode(), False
+    is_damaged = False
+
+    def record(data: str) -> bytes:
+        return json.dumps({**current, "data": data, _DESCRIPTION: str(index)}, indent=1).encode()
+
     try:
         recorded = None if may_replace else json.loads(storage.read(_IDENTITY))
     except FileNotFoundError:
@@ -123,15 +128,15 @@ def check_identity(job: Job, *, may_replace: bool) -> None:
         newest = CommitCatalog(storage.at(COMMITS)).latest()
         recorded, is_damaged = None if newest is None else identity_of(newest.record), True
     if recorded is None:
-        storage.write(_IDENTITY, record)
-        return
+        storage.write(_IDENTITY, record(index.fingerprint))
+        return job
     recorded_data = recorded.pop(_DESCRIPTION, "another data set")
     changes = [
         f"{key} was {recorded.get(key)!r} and is {current.get(key)!r}"
         for key in {**recorded, **current}
         if key != "data" and recorded.get(key) != current.get(key)
     ]
-    if recorded.get("data") != index.fingerprint:
+    if recorded.get("data") not in (index.fingerprint, index.earlier_fingerprint):
         new = "has the same paths but other contents" if recorded_data == str(index) else f"is {index}"
         changes.append(f"data was {recorded_data} and {new} ({index.compared_by})")
     if config.strategy == "fsdp" and recorded.get("reduction") == "canonical":
@@ -145,7 +150,8 @@ def check_identity(job: Job, *, may_replace: bool) -> None:
             "settings, or use another name; run.load_weights can start that run from the weights of this one."
         )
     if is_damaged:
-        storage.write(_IDENTITY, record)
+        storage.write(_IDENTITY, record(recorded["data"]))
+    return replace(job, recorded_data=recorded["data"])
 
 
 def check_steps(index: DatasetIndex | MapStyleIndex, config: RunConfig) -> None:

@@ -268,13 +268,15 @@ class ElasticTrainer:
     def _create_job(self, storage: Storage) -> Job:
         """Reads or builds the index of the data, and checks both against the record in the storage."""
         data, may_replace = self._data, not has_commits(storage)  # then data and settings may still change
+        copy = ""
         if is_ray_dataset(data):
             copies = self._storage if has_commits(self._storage) else storage
             data = materialize(data, copies, may_replace=not has_commits(copies), note=print_note)
+            copy = data.removeprefix(f"{copies.uri}/")
         columns = self.config.data.columns
         index: DatasetIndex | MapStyleIndex
         if is_parquet(data):
-            index = open_index(data, storage, columns=columns, may_replace=lambda: may_replace)
+            index = replace(open_index(data, storage, columns=columns, may_replace=lambda: may_replace), copy=copy)
             if self._transform is None and self._collate_fn is None:
                 check_columns(index.schema)
         else:
@@ -290,8 +292,7 @@ class ElasticTrainer:
             weights=weights_of(index, self._sample_weights) if self._sample_weights is not None else None,
             storage=storage,
         )
-        check_identity(job, may_replace=may_replace)
-        return job
+        return check_identity(job, may_replace=may_replace)
 
     def _find_commit(self, job: Job) -> Commit | None:
         """Returns the newest commit of this run, from which it resumes."""

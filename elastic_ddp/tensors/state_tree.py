@@ -88,9 +88,9 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
 def ravel(tensor: torch.Tensor) -> torch.Tensor:
     """Returns the elements in one dimension with stride 1, so that they can be viewed as another dtype.
 
-    A contiguous tensor is not copied.
+    A contiguous tensor is not copied, unless it is lazily conjugated or negated.
     """
-    contiguous = tensor.detach().contiguous()
+    contiguous = tensor.detach().resolve_conj().resolve_neg().contiguous()
     # A tensor with one element counts as contiguous whatever its strides are, and torch.ravel keeps them.
     return contiguous.as_strided((contiguous.numel(),), (1,))
 
@@ -377,7 +377,7 @@ def _bytes_of(array: np.ndarray[Any, Any]) -> torch.Tensor:
 
 
 def _little_endian(tensor: torch.Tensor) -> memoryview:
-    flat = ravel(tensor.detach().resolve_conj().resolve_neg().cpu())
+    flat = ravel(tensor.detach().cpu())
     if not flat.numel():
         return memoryview(b"")
     raw: np.ndarray[Any, Any] = flat.view(torch.uint8).numpy()

@@ -198,7 +198,7 @@ class Checkpointer:
             "samples_sha256": position.samples_sha256,
             "epoch": self._job.shape.epoch_of(position.step),
             "generation": generation,
-            "data": self._job.index.fingerprint,
+            "data": self._job.data_fingerprint,
             "identity": self._job.identity(),
             "versions": versions(),
             **self.metrics.to_record(),

@@ -116,8 +116,10 @@ def _share_index(
     generation.activity.enter("collective")
     encoded = None
     if generation.group.rank == 0:
-        data = [environment().resolve(entry) for entry in entries_of(data)]
-        index = open_index(data, job.storage, job.config.data.columns, may_replace=lambda: not has_commits(job.storage))
+        paths = [environment().resolve(entry) for entry in entries_of(data)]
+        source = paths if isinstance(data, list | tuple) else paths[0]
+        columns = job.config.data.columns
+        index = open_index(source, job.storage, columns, may_replace=lambda: not has_commits(job.storage))
         encoded = index.to_bytes()
     return DatasetIndex.from_bytes(generation.group.broadcast_bytes(encoded))
 

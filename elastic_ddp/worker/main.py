@@ -26,6 +26,7 @@ from elastic_ddp.errors import (
     TrainFunctionError,
     WorkersFailedError,
     format_exception,
+    text_of,
 )
 from elastic_ddp.rendezvous.actor import RendezvousHandle
 from elastic_ddp.rendezvous.client import RendezvousClient, RunStopped
@@ -212,11 +213,11 @@ def _advice(error: BaseException, loop: Loop) -> str:
     """Returns what to do about an error that the training function raised, or ""."""
     if is_missing_group(error) and not loop.membership.holds_state:
         return _NO_GROUP_YET
-    if isinstance(error, RuntimeError) and _NONDETERMINISTIC in str(error):
+    if isinstance(error, RuntimeError) and _NONDETERMINISTIC in text_of(error):
         return _USE_ANOTHER_OPERATION
     if isinstance(error, AttributeError) and error.name in _OF_DDP and loop.state.is_model(error.obj):
         return f"run.prepare returned your own model, without a wrapper. {_OF_DDP[error.name]}"
-    return next((advice for text, advice in _OF_THREAD.items() if text in str(error)), "")
+    return next((advice for text, advice in _OF_THREAD.items() if text in text_of(error)), "")
 
 
 def _close(loop: Loop, outcome: Outcome | None, failure: str | None) -> str | None:

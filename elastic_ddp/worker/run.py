@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from elastic_ddp.distributed.buffer_rules import check_rules
-from elastic_ddp.distributed.buffer_sync import unshare_buffers
+from elastic_ddp.distributed.buffer_sync import resolve_views
 from elastic_ddp.distributed.prepared_model import PreparedModel, ShardBy, unit_predicate
 from elastic_ddp.errors import ConfigError
 from elastic_ddp.storage.storage import Storage
@@ -124,7 +124,7 @@ class Run:
         check_sync_batch_norm(module, self.config, self._loop.job.shape)
         check_rules(module, buffers)
         module.to(self.device)
-        unshare_buffers(module)
+        resolve_views(module)
         config = self.config
         is_fsdp = config.strategy == "fsdp"  # which gathers parameters in this precision itself
         self._state.model = PreparedModel(

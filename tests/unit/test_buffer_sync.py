@@ -9,11 +9,12 @@ import pytest
 import torch
 
 from elastic_ddp.distributed.assignment import Assignment
-from elastic_ddp.distributed.buffer_sync import StepBuffers, _differ, unshare_buffers
+from elastic_ddp.distributed.buffer_sync import StepBuffers, _differ, resolve_views
 from elastic_ddp.distributed.process_group import ProcessGroup
 from elastic_ddp.distributed.reduction_tree import micro_batch_ranges, processing_order
 from elastic_ddp.distributed.store import StoreConnection
 from elastic_ddp.errors import ConfigError
+from elastic_ddp.tensors.state_tree import ravel
 from elastic_ddp.torch_internals import modules_of
 from tests.ranks import run_ranks
 
@@ -245,13 +246,41 @@ def test_a_step_can_be_reverted_for_an_expanded_buffer() -> None:
             self.register_buffer("allowed", torch.ones(1, 3, dtype=torch.bool).expand(2, 3))
 
     model = Masked()
-    unshare_buffers(model)
+    resolve_views(model)
     buffers = StepBuffers(model, RULES)
     buffers.begin()
     model.compute(0)
     buffers.revert()
     step(model, 2, ALONE)
     assert model.causal.sum() == 6 and model.allowed.all()
+
+
+class Rotated(torch.nn.Module):
+    """Lazily conjugated and negated buffers and a lazily negated parameter. A forward assigns a conjugated buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        table = torch.polar(torch.ones(3), torch.arange(3.0)).conj()
+        self.register_buffer("table", table)
+        self.register_buffer("sine", table.imag)
+        self.register_buffer("average", table.clone())
+        self.weight = torch.nn.Parameter(table.imag)
+
+    def compute(self, micro_batch: int) -> None:
+        self.average = (self.average * self.table).conj()
+
+
+def test_lazily_conjugated_and_negated_tensors_train_and_are_sent_as_what_they_show() -> None:
+    lazy, plain = Rotated(), Rotated()
+    weight = lazy.weight
+    resolve_views(lazy)
+    expected = torch.polar(torch.ones(3), torch.arange(3.0)).resolve_conj()
+    assert lazy.weight is weight and not any(t.is_conj() or t.is_neg() for t in lazy.state_dict().values())
+    assert torch.equal(lazy.table, expected.conj()) and torch.equal(lazy.sine, -expected.imag)
+    assert all(torch.equal(value, plain.state_dict()[name]) for name, value in lazy.state_dict().items())
+    step(cast(Any, lazy), 2, ALONE)
+    assert torch.allclose(lazy.average, expected**2) and torch.equal(lazy.sine, plain.sine)
+    assert ravel(plain.table).view(torch.int64).tolist() == ravel(lazy.table).view(torch.int64).tolist()
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.bfloat16, torch.float32, torch.float64, torch.complex128], ids=str)

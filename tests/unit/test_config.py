@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
+import numpy as np
 import pytest
 from pydantic import ValidationError
 
@@ -293,6 +297,58 @@ def test_a_config_object_a_dict_and_a_file_give_the_same_configuration(tmp_path:
     assert RunConfig.load(str(tmp_path / "run.toml")) == built
     assert built.data.columns == ("x", "y")
     assert settings["data"] == {"columns": ["x", "y"]}  # a caller's dict is not changed
+
+
+class Section(Mapping[str, Any]):
+    """A mapping that is no dict, as a section of OmegaConf."""
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        self._values = values
+
+    def __getitem__(self, name: str) -> Any:
+        return self._values[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+
+@pytest.mark.parametrize("section", [Section, MappingProxyType])
+def test_tables_may_be_any_mapping_and_values_those_of_numpy(section: Callable[[dict[str, Any]], Any]) -> None:
+    numpy = section(
+        {
+            **MINIMAL,
+            "steps": np.int64(10),
+            "clip_grad_norm": np.float32(0.5),
+            "resources_per_worker": section({"CPU": np.int32(3)}),
+            "data": section({"columns": deque(["x", "y"]), "shuffle": np.bool_(False), "chunk_rows": np.uint8(7)}),
+            "fsdp": section({"shard_classes": np.array(["Block"])}),
+            "strategy": np.str_("fsdp"),
+            "env": section({"A": "1"}),
+            "runtime_env": section({"pip": section({"packages": deque(["einops"])})}),
+        }
+    )
+    built = config(
+        clip_grad_norm=0.5,
+        resources_per_worker={"CPU": 3.0},
+        data={"columns": ["x", "y"], "shuffle": False, "chunk_rows": 7},
+        fsdp={"shard_classes": ["Block"]},
+        strategy="fsdp",
+        env={"A": "1"},
+        runtime_env={"pip": {"packages": ["einops"]}},
+    )
+    assert RunConfig.load(numpy) == built and RunConfig(**numpy) == built
+    assert CheckpointConfig(keep=np.int64(3)).keep == 3
+    assert json.loads(json.dumps(built.recorded())) == json.loads(json.dumps(RunConfig.load(numpy).recorded()))
+    assert refusal(data=section({"chunk_row": np.int64(3)})).startswith("data.chunk_row=3: ")
+    assert refusal(steps=np.float64(2.5)).startswith("steps=2.5: ")
+
+
+def test_a_byte_order_mark_in_a_file_is_read_over(tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_bytes(b"\xef\xbb\xbf" + TOML.encode())
+    assert RunConfig.load(tmp_path / "run.toml").data.columns == ("x", "y")
 
 
 def test_only_a_file_may_have_a_job_table(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.optim.lr_scheduler import ConstantLR, MultiStepLR, SequentialLR, StepLR
 
-from elastic_ddp.distributed.buffer_sync import unshare_buffers
+from elastic_ddp.distributed.buffer_sync import resolve_views
 from elastic_ddp.distributed.prepared_model import PreparedModel
 from elastic_ddp.errors import CheckpointError
 from elastic_ddp.storage.storage import Storage
@@ -291,7 +291,7 @@ class Masked(Model):
         super().__init__()
         self.register_buffer("mask", torch.full((1, 4), value).expand(4, 4), persistent=False)
         self[0].register_buffer("same", self.mask)
-        unshare_buffers(self)
+        resolve_views(self)
 
 
 def test_an_expanded_buffer_is_restored() -> None:

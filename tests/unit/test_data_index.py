@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -113,6 +114,21 @@ def test_a_folder_without_parquet_files_raises(tmp_path: Path) -> None:
     (tmp_path / "data.csv").write_text("1,2")
     assert ".parquet" in message(build_index, str(tmp_path))
     assert "data=[]" in message(build_index, [])
+
+
+@pytest.mark.parametrize("texts", [["a good film", "a bad film"], ("a good film",), ["what? *"], ["", "b"], ["a\0b"]])
+def test_a_list_of_texts_is_an_error_that_shows_how_to_pass_texts(texts: Sequence[str]) -> None:
+    told = message(build_index, texts)
+    assert told.startswith("data is a list of strings, which is a list of paths") and 'data={"text": texts}' in told
+    assert f"data={texts[0]!r}" in told or f"data={texts!r} names no data" in told
+
+
+def test_only_a_list_without_any_data_may_be_a_list_of_texts(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.parquet", pa.table({"x": [1]}))
+    missing = tmp_path / "missing.parquet"
+    for paths in (str(missing), missing, [missing], (missing,), [str(path), str(missing)]):
+        assert message(build_index, paths).startswith(f"data={str(missing)!r} does not exist")
+    assert build_index([path]).num_rows == build_index((path,)).num_rows == 1
 
 
 def test_a_data_set_without_rows_raises(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import threading
 from collections.abc import Iterator
@@ -148,6 +149,18 @@ def test_an_evaluation_of_data_in_memory_reads_the_selected_columns(monkeypatch:
     assert rows.num_rows == 1
 
 
+def test_an_evaluation_of_texts_is_an_error_that_shows_how_to_pass_them(tmp_path: Path) -> None:
+    generation: Any = SimpleNamespace(group=single_rank_group(), activity=Activity())
+    config = SimpleNamespace(data=SimpleNamespace(columns=None))
+    job: Any = SimpleNamespace(config=config, storage=Storage(tmp_path))
+    for texts in (["a good film", "a bad film"], ("a good film",)):
+        with pytest.raises(DataError, match=r'^data is a list of strings, .* data=\{"text": texts\}, .*a good film'):
+            evaluation._share_index(generation, job, texts, True)
+    for path in ("a good film", Path("a good film")):
+        with pytest.raises(DataError, match=r"^data='.*a good film' does not exist"):
+            evaluation._share_index(generation, job, path, True)
+
+
 def test_a_data_set_that_cannot_be_pickled_is_an_error() -> None:
     with pytest.raises(DataError, match=r"data \(Locked\) cannot be sent .*lock.*\. Open files .* in __getitem__"):
         index_in_memory(Locked()).share()
@@ -218,6 +231,61 @@ def test_a_run_with_commits_refuses_another_data_set_in_memory(tmp_path: Path) -
     check_identity(job(ROWS.copy()), may_replace=False)
     with pytest.raises(ConfigError, match=r"data was 12 rows of columns 'x' .* is 12 rows .*compared by content"):
         check_identity(job(CHANGED), may_replace=False)
+
+
+CLASS = """
+class Rows:
+    def __init__(self, rows): self.rows = rows
+    def __len__(self): return len(self.rows)
+    def __getitem__(self, row): return self.rows[row]
+
+def rows_of(values):
+    class Rows:
+        def __len__(self): return len(values)
+        def __getitem__(self, row): return values[row]
+    return Rows()
+"""
+
+
+def defined_in(module: str) -> Any:
+    """The class and the function of `CLASS`, as a program has them that runs or imports it under this name."""
+    scope = {"__name__": module}
+    exec(CLASS, scope)
+    return SimpleNamespace(**scope)
+
+
+def test_a_class_of_rows_may_run_as_a_script_be_imported_or_move_to_another_file() -> None:
+    data = [defined_in(module).Rows(ROWS) for module in ("__main__", "job", "project.data.rows")]
+    prints = {index_in_memory(each).fingerprint for each in [*data, defined_in("job").rows_of(ROWS)]}
+    assert len(prints) == 1
+    defined_in_other = [defined_in("job").Rows(CHANGED), defined_in("job").Rows(ROWS[:-1]), list(ROWS)]
+    assert not prints & {index_in_memory(each).fingerprint for each in defined_in_other}
+
+
+RECORDED = "50eb3904a9489e31c51e9d0f0de46a62aa12f14ed7bfa0f187ed447d5c744af0"
+"""The fingerprint of `Rows(ROWS)` in a script, by version 0.1.0."""
+
+
+def test_a_run_keeps_the_fingerprint_that_an_earlier_version_recorded(tmp_path: Path) -> None:
+    config = RunConfig(name="a", storage=str(tmp_path), steps=1, global_batch_size=1, micro_batch_size=1)
+    storage = Storage(tmp_path / "a")
+
+    def job(module: str, rows: Any) -> Job:
+        index = index_in_memory(defined_in(module).Rows(rows))
+        return check_identity(
+            Job(config=config, train=train, index=index, transform=None, storage=storage), may_replace=False
+        )
+
+    new = job("__main__", ROWS)
+    assert new.data_fingerprint == new.index.fingerprint
+    record = json.loads(storage.read("run.json"))
+    storage.write("run.json", json.dumps(record | {"data": RECORDED}).encode())
+    resumed = job("__main__", ROWS)
+    assert resumed.data_fingerprint == RECORDED
+    assert resumed.difference_to({"identity": resumed.identity(), "data": RECORDED}) is None
+    assert "data is" in (resumed.difference_to({"identity": resumed.identity(), "data": "other"}) or "")
+    with pytest.raises(ConfigError, match=r"data was 12 rows of Rows .* and is 12 rows of Rows"):
+        job("__main__", CHANGED)
 
 
 class OwnGenerator(Augmented):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import shutil
 import threading
 import traceback
 from collections.abc import AsyncIterator, Iterator
@@ -17,6 +18,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from elastic_ddp import ElasticTrainer, RunConfig
+from elastic_ddp.data.index import build_index
+from elastic_ddp.driver import trainer
 from elastic_ddp.driver.checks import check_capacity
 from elastic_ddp.errors import ConfigError, DataError, StorageError
 from elastic_ddp.storage.storage import Storage
@@ -128,6 +131,41 @@ def test_a_run_with_other_data_is_refused_and_the_error_names_both(tmp_path: Pat
         fit("a", "b")
     with pytest.raises(ConfigError, match=r"data was 128 rows in .* has the same paths but other contents"):
         fit("a", "*b")
+
+
+def test_a_moved_run_folder_keeps_its_copy_of_a_ray_data_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trainer, "is_ray_dataset", lambda data: True)
+    runs, moved = tmp_path / "runs", tmp_path / "moved" / "to"
+    copy = runs / "run" / "data" / "dataset-1"
+    copy.mkdir(parents=True)
+    pq.write_table(pa.table({"x": range(64)}), copy / "a.parquet")
+    (runs / "run" / "data" / "dataset.json").write_text('{"folder": "data/dataset-1"}')
+    store = SingleRankStore(Storage(runs).at("run").at(COMMITS), keep=1)
+    store.save({"user": {"step": 3}}, step=3, record={})
+
+    def job(storage: Path) -> Any:
+        settings = {"name": "run", "storage": str(storage), "global_batch_size": 8, "micro_batch_size": 8, "steps": 5}
+        run = ElasticTrainer(takes_a_run, "a ray.data.Dataset", settings)
+        return run._create_job(run._storage)
+
+    begun = job(runs)
+    assert job(runs).data_fingerprint == begun.data_fingerprint == begun.index.fingerprint
+    moved.parent.mkdir()
+    shutil.copytree(runs, moved, copy_function=shutil.copy)  # which gives the copy another time of change
+    assert job(moved).data_fingerprint == begun.data_fingerprint
+    assert job(moved).index.files[0].path == str(moved / "run" / "data" / "dataset-1" / "a.parquet")
+
+    record = json.loads((runs / "run" / "run.json").read_text())
+    by_path = build_index(str(copy)).fingerprint  # as version 0.1.0 has it
+    (runs / "run" / "run.json").write_text(json.dumps(record | {"data": by_path}))
+    assert job(runs).data_fingerprint == by_path != begun.data_fingerprint
+
+    pq.write_table(pa.table({"x": range(72)}), moved / "run" / "data" / "dataset-1" / "a.parquet")
+    with pytest.raises(DataError, match="the data set changed"):
+        job(moved)
+    with pytest.raises(ConfigError, match=r"data was 64 rows .* and is 72 rows"):
+        shutil.move(moved, tmp_path / "again")
+        job(tmp_path / "again")
 
 
 def test_drop_last_is_refused_for_a_data_set_without_a_full_batch(tmp_path: Path) -> None:

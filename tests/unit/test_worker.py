@@ -140,6 +140,22 @@ def test_a_collective_before_the_first_step_is_an_error_and_no_peer_failure(
     assert "Traceback" in outcome["error"]
 
 
+class MuteError(RuntimeError):
+    def __str__(self) -> str:
+        raise TypeError("no text")
+
+
+def test_an_error_without_a_text_is_named_by_its_type_and_place(outcome_of: Callable[[Train], dict[str, Any]]) -> None:
+    def train(run: Run) -> None:
+        prepared(run)
+        for step in run.steps():
+            with step:
+                raise MuteError
+
+    outcome = outcome_of(train)
+    assert outcome["kind"] == "TrainFunctionError" and "in train\n    raise MuteError" in outcome["error"]
+
+
 def test_a_training_function_whose_decorator_makes_it_a_generator_is_an_error(
     outcome_of: Callable[[Train], dict[str, Any]],
 ) -> None:
