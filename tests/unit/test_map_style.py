@@ -278,6 +278,7 @@ def test_a_run_keeps_the_fingerprint_that_an_earlier_version_recorded(tmp_path: 
 
     new = job("__main__", ROWS)
     assert new.data_fingerprint == new.index.fingerprint
+    assert new.difference_to({"identity": new.identity(), "data": RECORDED}) is None  # as `debug` compares it
     record = json.loads(storage.read("run.json"))
     storage.write("run.json", json.dumps(record | {"data": RECORDED}).encode())
     resumed = job("__main__", ROWS)
