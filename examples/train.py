@@ -56,7 +56,8 @@ def main() -> None:
     result = ed.ElasticTrainer(train, data=data, config=config).fit()
     end = f"weights {result.weights_sha256}" if result.weights_sha256 else "run the same command again to resume"
     print(f"\n{options.name} {result.status} after {result.steps} steps; {end}")
-    print(f"The run's folder is {result.uri}. Show it with: elastic-ddp show {result.uri}")
+    if result.uri:  # debug() has none
+        print(f"The run's folder is {result.uri}. Show it with: elastic-ddp show {result.uri}")
 
 
 def warm_cosine(done: float) -> float:

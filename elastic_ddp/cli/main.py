@@ -9,6 +9,7 @@ import os
 import runpy
 import sys
 import time
+from bdb import BdbQuit
 from collections.abc import Mapping
 from contextlib import suppress
 from functools import cache, partialmethod
@@ -92,6 +93,9 @@ def run(
         os.environ["ELASTIC_DDP_VERBOSE"] = "1"
     if resume and not debug:
         raise ConfigError("--resume is an option of --debug. Without --debug, a run always resumes.")
+    if "--debug" in context.args and not debug:
+        note = f"--debug after {job} is an argument of the script: use elastic-ddp run --debug {job}"
+        Console(stderr=True).print(note, markup=False)
     if debug:
         from elastic_ddp.driver.trainer import ElasticTrainer
 
@@ -102,7 +106,9 @@ def run(
         runpy.run_path(str(job), run_name="__main__")
         return
     if context.args:
-        raise ConfigError(f"{' '.join(context.args)}: a TOML file takes no arguments. Put settings into {job}.")
+        raise ConfigError(
+            f"{' '.join(context.args)}: a TOML file takes no arguments. Put settings into {job}, and options before it."
+        )
     from elastic_ddp.driver.trainer import ElasticTrainer
 
     optional = {"transform", "collate_fn", "sample_weights"}
@@ -335,9 +341,14 @@ def main() -> None:
     """The console script. Prints this package's own errors in one line, without a traceback."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # its encoding may not have every character, as stderr's
+    arguments = sys.argv[1:]
     try:
         app()
+    except BdbQuit:
+        raise SystemExit("debugging ended") from None
     except ElasticDDPError as error:
+        if arguments[:1] == ["run"] and "--debug" in arguments:
+            raise  # with its place, for a debugger
         Console(stderr=True).print("[bold red]error:[/] ", end="")
         print(printable(str(error)), file=sys.stderr)
         raise SystemExit(1) from None

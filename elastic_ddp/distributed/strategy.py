@@ -34,9 +34,9 @@ def own_backward_error(names: Sequence[str] = ()) -> ConfigError:
     """Returns the error for gradients, of the parameters with these names, that are not those of `step.backward`."""
     which = f" of {shorten(names, 5)}" if names else ""
     return ConfigError(
-        f"gradients{which} changed in the loop over step.micro_batches() without step.backward. Remove what clips or "
-        "edits them: set clip_grad_norm, or change them after the loop, before step.optimize(). What another backward "
-        "adds is neither weighted nor reduced: add up the losses of a batch and call step.backward(loss) once for it."
+        f"gradients{which} changed in the loop over step.micro_batches() without step.backward. To clip, set "
+        "clip_grad_norm. For other edits, change parameter.grad after the loop, before step.optimize(). If a second "
+        "backward() added to them, add up the losses of a batch and call step.backward(loss) once for it."
     )
 
 
@@ -116,7 +116,7 @@ class Strategy(ABC):
             raise ConfigError(
                 f"parameters {shorten(changed, 5)} were added, replaced, frozen or unfrozen inside run.steps(). A run "
                 "trains the same parameters in every step. To freeze some for a while, give them a param_group of "
-                "their own with lr=0, which a scheduler can raise."
+                "their own, and a LambdaLR whose function is 0 for it until then."
             )
         self._rows = rows
         self._num_steps += 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable
 from functools import cache, wraps
 from typing import Any
@@ -33,9 +34,12 @@ def _checked(zero_grad: Callable[..., None]) -> Callable[..., None]:
     @wraps(zero_grad)
     def call(owner: Any, *args: Any, **kwargs: Any) -> None:
         if any(_concerns(owner, *refused) for refused in _refused):
+            caller = sys._getframe(1)
+            place = f"{caller.f_code.co_filename}:{caller.f_lineno} in {caller.f_code.co_name}"
             raise ConfigError(
-                f"{type(owner).__name__}.zero_grad() was called between the first batch of step.micro_batches() and "
-                "step.optimize(), where it would lose gradients. Remove the call: step.optimize() clears them."
+                f"{type(owner).__name__}.zero_grad() at {place} was called between the first batch of "
+                "step.micro_batches() and step.optimize(), where it would lose gradients. Remove the call: "
+                "step.optimize() clears them."
             )
         zero_grad(owner, *args, **kwargs)
 

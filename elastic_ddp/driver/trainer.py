@@ -230,8 +230,8 @@ class ElasticTrainer:
             job = self._create_job(scratch)
             if resume and self._find_commit(job) is None:
                 raise ConfigError(
-                    f"run {self.config.name!r} has no commit with these settings and this data. Use debug() without "
-                    "resume, which begins at step 0."
+                    f"run {self.config.name!r} has no commit with these settings and this data. Leave out "
+                    "resume (--resume) to begin at step 0."
                 )
             print_note(f"debugging run {self.config.name!r}: one worker in this process, and nothing is saved")
             summary = train_here(replace(job, debugged=self._storage if resume else scratch), print_note)

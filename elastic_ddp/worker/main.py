@@ -6,6 +6,7 @@ import gc
 import os
 import sys
 import traceback
+from bdb import BdbQuit
 from collections.abc import AsyncGenerator, Callable, Coroutine, Generator
 from typing import Any
 
@@ -154,7 +155,8 @@ def debug(job: Job, client: RendezvousClient, device: torch.device) -> Outcome:
         outcome, is_finished = _finish(loop, job.train(Run(loop))), True
         return outcome
     except Exception as error:
-        if advice := _advice(error, loop) or environment().advise(error):
+        # A person who leaves pdb needs no advice.
+        if not isinstance(error, BdbQuit) and (advice := _advice(error, loop) or environment().advise(error)):
             error.add_note(advice)
         raise
     finally:

@@ -174,10 +174,10 @@ class TrainState:
         """Raises a ConfigError if the training function stepped a scheduler, or changed the groups of an optimizer."""
         if self._group_sizes and self._count_parameters() != self._group_sizes:
             raise ConfigError(
-                f"the param_groups of a prepared optimizer changed inside run.steps(): {self._group_sizes} parameters "
-                f"before, and {self._count_parameters()} now. A worker that joins or resumes builds the optimizer as "
-                "before the loop. Give it all param_groups there; a group with lr=0 does not train until you raise its "
-                "lr in a step."
+                "the param_groups of a prepared optimizer changed inside run.steps(). The groups of each had "
+                f"{self._group_sizes} parameters before, and have {self._count_parameters()} now. A worker that joins "
+                "or resumes builds the optimizer as before the loop. Create all param_groups there, and keep the "
+                "learning rate of those that wait at 0, for example with a LambdaLR."
             )
         for scheduler, count in zip(self.schedulers, self._scheduler_steps, strict=False):
             if steps_taken(scheduler) != count:

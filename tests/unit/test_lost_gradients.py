@@ -59,9 +59,9 @@ EDITS: dict[str, Habit] = {
     "all to None": lambda model, optimizer: clear(model.parameters()),
 }
 REFUSED = [
-    *(("optimizer", place, "zero_grad() was called") for place in PLACES[1:5]),
-    *((habit, "before the backward", "zero_grad() was called") for habit in list(ZERO_GRAD)[1:]),
-    *((habit, "in the loop", "Remove what clips or edits them: set clip_grad_norm") for habit in EDITS),
+    *(("optimizer", place, "was called between the first batch") for place in PLACES[1:5]),
+    *((habit, "before the backward", "was called between the first batch") for habit in list(ZERO_GRAD)[1:]),
+    *((habit, "in the loop", "To clip, set clip_grad_norm") for habit in EDITS),
     ("all to None", "after the loop", "all gradients are None in step.optimize()"),
 ]
 """Habits, where in a step they are, and the error."""

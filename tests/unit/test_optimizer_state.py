@@ -164,7 +164,7 @@ def test_param_groups_that_change_in_the_loop_are_an_error_there(new_run: NewRun
     run = new_run(steps=6)
     model: Any = run.prepare(Model())
     optimizer = run.prepare(torch.optim.AdamW([{"params": [*model[0].parameters()]}], lr=0.1))
-    with pytest.raises(ConfigError, match=r"param_groups of a prepared optimizer changed.*lr=0"):
+    with pytest.raises(ConfigError, match=r"param_groups of a prepared optimizer changed.*LambdaLR"):
         for step in run.steps():
             with step:
                 compute_gradients(step, model)
