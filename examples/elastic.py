@@ -35,7 +35,7 @@ def train(run: ed.Run) -> None:
 
 
 if __name__ == "__main__":
-    config = {"name": "rings", "storage": "runs", "epochs": 3, "max_workers": 2}
+    config = {"name": "rings", "epochs": 3, "max_workers": 2}
     config |= {"global_batch_size": 64, "micro_batch_size": 32}
     result = ed.ElasticTrainer(train, data=Rings(), config=config).fit()
     print(f"weights {result.weights_sha256}; {result.uri} has the commits")

@@ -375,7 +375,7 @@ class ElasticTrainer:
         if outcome["status"] == "failed":
             raise getattr(errors, outcome["kind"], TrainFunctionError)(outcome["error"])
         if outcome["status"] == "left":
-            print_note(f"run {self.config.name!r} {describe_status(outcome)}. The same command goes on from there.")
+            print_note(f"run {self.config.name!r} {describe_status(outcome)}. The same command resumes it.")
         return self._result(summary)
 
     def _summarize(self) -> dict[str, Any]:
