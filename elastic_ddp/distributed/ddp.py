@@ -101,6 +101,10 @@ class DDPStrategy(Strategy):
         factor = self._factor(micro_batch, weight)
         before = self._snapshot_gradients() if last else {}
         if self._reduction is None:
+            if not factor and not (self._options.find_unused_parameters or self._options.static_graph):
+                # Any graph of all parameters does, so that the loss of a micro-batch that does not count may be a
+                # constant. Otherwise the model's own graph decides in which order buckets are reduced.
+                loss = sum((parameter.reshape(-1)[:1].sum() for parameter in self._trained.values()), loss.detach())
             # DDP divides by the world size.
             loss = loss * (factor * self._group.world_size / (self.divisor if weight is None else 1.0))
             self._run_backward(loss, is_last=last, zeroed=() if factor else self._trained.values())

@@ -144,8 +144,11 @@ class Strategy(ABC):
 
     def check_gradients(self) -> None:
         """Raises a ConfigError if gradients changed since the last backward of the step."""
-        now = self._snapshot_gradients()
-        changed = {name for name, tensor in self._accumulators() if now[tensor] != self._left.get(tensor)}
+        if self._left:
+            now = self._snapshot_gradients()
+            changed = {name for name, tensor in self._accumulators() if now[tensor] != self._left.get(tensor)}
+        else:  # between two backwards, there are none
+            changed = {name for name, tensor in self._accumulators() if tensor.grad is not None}
         if not changed and self._sums:
             sums = sum_bits(dict(self._gradients()))
             changed = {name for name, total in self._sums.items() if sums[name] != total}
@@ -170,7 +173,8 @@ class Strategy(ABC):
             self._kept = [(tensor, tensor.grad) for _, tensor in self._accumulators() if tensor.grad is not None]
             for tensor, _ in self._kept:
                 tensor.grad = None
-        self._record_gradients()
+        else:
+            self._record_gradients()
 
     def _return_kept(self) -> None:
         for tensor, gradient in self._kept:

@@ -39,7 +39,7 @@ def _checked(zero_grad: Callable[..., None]) -> Callable[..., None]:
             raise ConfigError(
                 f"{type(owner).__name__}.zero_grad() at {place} was called between the first batch of "
                 "step.micro_batches() and step.optimize(), where it would lose gradients. Remove the call: "
-                "step.optimize() clears them."
+                "step.optimize() clears them. To leave parameters out of a step, set their grad to None after the loop."
             )
         zero_grad(owner, *args, **kwargs)
 

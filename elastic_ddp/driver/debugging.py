@@ -12,6 +12,7 @@ import torch
 
 from elastic_ddp.config.run_config import RunConfig
 from elastic_ddp.errors import ConfigError
+from elastic_ddp.seeding import preserve_rng_state
 from elastic_ddp.telemetry import Ledger, new_session, read_ledger, summarize
 from elastic_ddp.telemetry.event import Event
 from elastic_ddp.telemetry.events import RunFinished, SessionEnded, SessionStarted, Warned
@@ -39,7 +40,7 @@ def train_here(job: Job, note: Callable[[str], None]) -> dict[str, Any]:
 
     started = SessionStarted(total_steps=job.total_steps, config=config.recorded(), versions=versions())
     ledger.append(started)
-    with _environment(config):
+    with _environment(config), preserve_rng_state(device):
         outcome = debug(job, LocalClient(record), device)
     ledger.append(RunFinished(**outcome))
     ledger.append(SessionEnded())
@@ -50,7 +51,8 @@ def train_here(job: Job, note: Callable[[str], None]) -> dict[str, Any]:
 @contextmanager
 def _environment(config: RunConfig) -> Iterator[None]:
     """Sets the variables of workers, and makes `breakpoint()` open pdb: Ray, once connected, sets its own debugger."""
-    before, except_hook = dict(os.environ), sys.excepthook
+    before, except_hook, num_threads = dict(os.environ), sys.excepthook, torch.get_num_threads()
+    is_deterministic, benchmark = torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark
     if before.get("PYTHONBREAKPOINT", "").startswith("ray."):
         del os.environ["PYTHONBREAKPOINT"]
     os.environ.update(config.env)
@@ -59,4 +61,7 @@ def _environment(config: RunConfig) -> Iterator[None]:
     finally:
         os.environ.clear()
         os.environ.update(before)
+        torch.set_num_threads(num_threads)
+        torch.use_deterministic_algorithms(is_deterministic)
+        torch.backends.cudnn.benchmark = benchmark
         sys.excepthook = except_hook  # torch's prefixes each line of a traceback with the rank

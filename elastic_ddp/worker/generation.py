@@ -191,7 +191,7 @@ class Generation:
                 self.weight_unit = loss_scale.weight_unit
             elif loss_scale is not None:
                 with self.activity.within("collective"):
-                    own = str(unit_of(weight)).encode() if self.group.rank == 0 else None
+                    own = str(0.0 if weight == 0 else unit_of(weight)).encode() if self.group.rank == 0 else None
                     self.weight_unit = float(self.group.broadcast_bytes(own))
             elif self.strategy.sends_fp16:
                 if not is_last:
@@ -203,7 +203,7 @@ class Generation:
                 return unit
             else:
                 self.weight_unit = 1.0
-        return self.weight_unit
+        return self.weight_unit or 1.0
 
     def clip_gradients(self, log: Callable[..., None]) -> torch.Tensor | None:
         """Clips the gradients. Returns their norm before, as `to_host` does, or None if nothing needs it.

@@ -26,8 +26,9 @@ class LossScale:
     scale: Annotated[float, Field(ge=MIN_SCALE, le=MAX_SCALE)] = 2.0**16
     growth_tracker: Annotated[int, Field(ge=0, lt=GROWTH_INTERVAL)] = 0
     """Steps without overflow since the scale last changed."""
-    weight_unit: Annotated[float, Field(gt=0, lt=math.inf)] = 1.0
-    """Weights of losses are divided by this power of two in the backward; see `loss_weight.unit_of`."""
+    weight_unit: Annotated[float, Field(ge=0, lt=math.inf)] = 1.0
+    """Weights of losses are divided by this power of two in the backward; see `loss_weight.unit_of`. 0 if the first
+    weight of the run was 0, until a step has others."""
 
     @property
     def is_smallest(self) -> bool:

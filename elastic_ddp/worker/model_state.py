@@ -18,27 +18,31 @@ PARAMETERS, BUFFERS = "parameters", "buffers"
 
 def left_out(module: torch.nn.Module, model: Mapping[str, Any]) -> dict[str, dict[str, torch.Tensor]]:
     """Returns the parameters and the buffers that a state dict of the module leaves out, or changes, by name."""
-    values = [value for value in model.values() if isinstance(value, torch.Tensor) and value.layout is torch.strided]
-    held = {_memory(value) for value in values if not is_dtensor(value)}
+    held = {_memory(value) for value in model.values() if isinstance(value, torch.Tensor) and _is_dense(value)}
     named: dict[str, Any] = {PARAMETERS: module.named_parameters(), BUFFERS: module.named_buffers()}
     return {
         component: {
             name: tensor.detach()
             for name, tensor in tensors
-            if not (name in model if is_dtensor(tensor) else _memory(tensor) in held)
+            if not (_memory(tensor) in held if _is_dense(tensor) else name in model)
         }
         for component, tensors in named.items()
     }
 
 
 def load_weights(module: torch.nn.Module, weights: Mapping[str, Any]) -> None:
-    """Loads weights by name, also those that the module's `load_state_dict()` leaves out. Skips other names."""
+    """Loads weights by name, also those that the module's state dict leaves out. Skips other names."""
     module.load_state_dict(weights, strict=False)
+    built = module.state_dict()
     with torch.no_grad():
-        for tensors in left_out(module, module.state_dict()).values():
+        for tensors in left_out(module, built).values():
             for name, tensor in tensors.items():
-                if name in weights:
+                if name in weights and name not in built:
                     tensor.copy_(weights[name])
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    return tensor.layout is torch.strided and not is_dtensor(tensor)
 
 
 def _memory(tensor: torch.Tensor) -> tuple[Any, ...]:

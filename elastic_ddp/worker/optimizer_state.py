@@ -55,7 +55,7 @@ def named_state(optimizer: torch.optim.Optimizer, names: GroupNames) -> dict[str
 def saved_names(saved: Mapping[str, Any]) -> GroupNames | None:
     """Returns the names in a state that `named_state` returned, or None if it has only numbers, as version 0.1.0."""
     names = saved.get("names") or [group["params"] for group in saved.get("param_groups", [])]
-    return names if all(isinstance(name, str) for group in names for name in group) else None
+    return names if names and all(isinstance(name, str) for group in names for name in group) else None
 
 
 def match_groups(kind: str, names: GroupNames, saved: GroupNames) -> list[int]:
@@ -107,6 +107,26 @@ def load_named_state(optimizer: torch.optim.Optimizer, names: GroupNames, saved:
         for number, group in zip(matched, names, strict=True)
     ]
     _load(optimizer, {"state": {numbers.get(k, k): v for k, v in saved["state"].items()}, "param_groups": groups})
+
+
+def state_of(thing: Any, module: torch.nn.Module) -> dict[str, Any]:
+    """Returns the state of a registered object: of an optimizer of the model's parameters, by their names."""
+    return named_state(thing, group_names(thing, module)) if _trains(thing, module) else thing.state_dict()
+
+
+def load_state_of(thing: Any, module: torch.nn.Module, saved: dict[str, Any]) -> None:
+    """Loads what `state_of` returned."""
+    if _trains(thing, module):
+        load_named_state(thing, group_names(thing, module), saved)
+    else:
+        thing.load_state_dict(saved)
+
+
+def _trains(thing: object, module: torch.nn.Module) -> bool:
+    if not isinstance(thing, torch.optim.Optimizer):
+        return False
+    known = set(module.parameters())
+    return all(parameter in known for group in thing.param_groups for parameter in group["params"])
 
 
 def _load(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:

@@ -375,10 +375,10 @@ class Step:
         generation.strategy.clear_gradients()
         if loss_scale is not None:
             self.log(loss_scale=loss_scale.scale)
-            overflow, unit = not math.isfinite(norm or 0.0), generation.weight_unit or 1.0
-            if unit == 1.0 and agreed.total_weight:  # the first weight of the run may have been 0
+            overflow, unit = not math.isfinite(norm or 0.0), generation.weight_unit
+            if unit == 0 and agreed.total_weight:
                 unit = generation.weight_unit = unit_of(agreed.total_weight / generation.strategy.num_leaves)
-            state.loss_scale = replace(loss_scale, weight_unit=unit).after(overflow=overflow)
+            state.loss_scale = replace(loss_scale, weight_unit=1.0 if unit is None else unit).after(overflow=overflow)
 
     @property
     def skipped(self) -> bool:

@@ -13,14 +13,22 @@ from pydantic.dataclasses import dataclass as validated
 
 from elastic_ddp.distributed.prepared_model import PreparedModel
 from elastic_ddp.distributed.step_agreement import EMPTY_SAMPLES_DIGEST, extend_samples_digest
-from elastic_ddp.errors import CheckpointError, ConfigError
+from elastic_ddp.errors import CheckpointError, ConfigError, shorten
 from elastic_ddp.tensors.state_tree import Layout, gather_full, local_part, weights_sha256
 from elastic_ddp.worker import hyperparameters
 from elastic_ddp.worker.hyperparameter_changes import Change
 from elastic_ddp.worker.hyperparameters import Every, Prepared, Schedule, steps_taken
 from elastic_ddp.worker.loss_scale import LossScale
 from elastic_ddp.worker.model_state import BUFFERS, PARAMETERS, left_out
-from elastic_ddp.worker.optimizer_state import group_names, load_named_state, match_groups, named_state, saved_names
+from elastic_ddp.worker.optimizer_state import (
+    group_names,
+    load_named_state,
+    load_state_of,
+    match_groups,
+    named_state,
+    saved_names,
+    state_of,
+)
 from elastic_ddp.worker.state_checks import (
     check_layout,
     check_optimizer,
@@ -219,7 +227,7 @@ class TrainState:
             str(index): named_state(optimizer, group_names(optimizer, self.module))
             for index, optimizer in enumerate(self.optimizers)
         }
-        user = {name: registered.state_dict() for name, registered in self.registered.items()}
+        user = {name: state_of(registered, self.module) for name, registered in self.registered.items()}
         if self.layout is not None:
             check_layout({"optimizer": optimizers, "user": user}, self.layout)
         return {
@@ -308,6 +316,11 @@ class TrainState:
                 for name, tensor in tensors.items()
                 if name in saved_others or name not in state["model"]  # version 0.1.0 saved those in the model alone
             }
+            if PARAMETERS not in state and (lacking := sorted(others.keys() - saved_others.keys())):
+                raise ValueError(
+                    f"version 0.1.0 did not save {shorten(lacking, 5)}, which state_dict() of the model leaves out. "
+                    "Begin another run from these weights, with run.load_weights"
+                )
             check_saved_model(model, state["model"], others, saved_others)
             loss_scale = None if self.loss_scale is None else LossScale(**state["loss_scale"])
             self.module.load_state_dict(state["model"])
@@ -318,7 +331,7 @@ class TrainState:
                 load_named_state(optimizer, group_names(optimizer, self.module), state["optimizer"][str(index)])
             for kind in ("scheduler", "user"):
                 for key, target in expected[kind].items():
-                    target.load_state_dict(state[kind][key])
+                    load_state_of(target, self.module, state[kind][key])
         except _MALFORMED as error:
             raise CheckpointError(
                 f"the commit does not fit the model or optimizer that the training function built: {error}. A changed "

@@ -14,6 +14,7 @@ from elastic_ddp.distributed.process_group import ProcessGroup
 from elastic_ddp.distributed.state_transfer import transfer_state
 from elastic_ddp.errors import CheckpointError
 from elastic_ddp.storage.storage import Storage
+from elastic_ddp.tensors.state_tree import flatten
 from elastic_ddp.worker.generation import strategy_of
 from elastic_ddp.worker.job import COMMITS
 from elastic_ddp.worker.restore import restore
@@ -106,7 +107,7 @@ def test_a_commit_without_what_the_forward_uses_is_refused(new_run: NewRun) -> N
     states = [TrainState(PreparedModel(Adapted(), device=CPU, bf16=False)) for _ in range(2)]
     saved = states[0].state_dict()
     del saved["parameters"]
-    with pytest.raises(CheckpointError, match=r"base.bias is missing in the commit"):
+    with pytest.raises(CheckpointError, match=r"version 0.1.0 did not save base.bias, base.weight.*run.load_weights"):
         states[1].load_state_dict(saved)
 
 
@@ -131,6 +132,37 @@ def test_a_run_starts_from_what_the_state_dict_of_another_run_left_out(new_run: 
         next(iter(run.steps()))
     first, second = models
     assert torch.equal(first.base.weight, second.base.weight) and torch.equal(first.adapter.bias, second.adapter.bias)
+
+
+class Doubled(Renamed):
+    """Exports its weights in another scale, which it converts back."""
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return {name: value * 2 for name, value in torch.nn.Module.state_dict(self, *args, **kwargs).items()}
+
+    def load_state_dict(self, state: Any, strict: bool = True, assign: bool = False) -> Any:
+        own = {name: value / 2 for name, value in state.items()}
+        return torch.nn.Module.load_state_dict(self, own, strict, assign)
+
+
+def test_weights_go_through_the_load_state_dict_of_the_model(new_run: NewRun, tmp_path: Path) -> None:
+    torch.manual_seed(5)
+    exported = Doubled()
+    torch.save(exported.state_dict(), tmp_path / "doubled.pt")
+    run = new_run(steps=2)
+    model = run.prepare(Doubled())
+    run.prepare(torch.optim.SGD(model.parameters(), lr=0.1))
+    run.load_weights(str(tmp_path / "doubled.pt"))
+    next(iter(run.steps()))
+    assert torch.equal(model.net.weight, exported.net.weight)
+
+
+def test_a_sparse_buffer_is_named(new_run: NewRun) -> None:
+    module = Renamed()
+    module.register_buffer("adjacency", torch.eye(2).to_sparse(), persistent=False)
+    with pytest.raises(CheckpointError, match="adjacency"):
+        train_state = TrainState(PreparedModel(module, device=CPU, bf16=False))
+        flatten(train_state.state_dict())
 
 
 def test_weights_from_a_file_reach_what_load_state_dict_leaves_out(new_run: NewRun, tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import torch
 from torch.optim.lr_scheduler import StepLR
 
 from elastic_ddp.checkpoint import CheckpointStore
+from elastic_ddp.distributed.prepared_model import PreparedModel
 from elastic_ddp.distributed.process_group import ProcessGroup
 from elastic_ddp.errors import CheckpointError, ConfigError
 from elastic_ddp.storage.storage import Storage
@@ -20,6 +21,7 @@ from elastic_ddp.worker.generation import strategy_of
 from elastic_ddp.worker.optimizer_state import load_named_state, named_state
 from elastic_ddp.worker.restore import restore
 from elastic_ddp.worker.run import Run
+from elastic_ddp.worker.train_state import TrainState
 from tests.ranks import run_ranks
 from tests.unit.single_worker import Model, NewRun, compute_gradients
 from tests.unit.test_fsdp import OPTIMIZERS, prepared, train_on
@@ -107,6 +109,35 @@ def test_an_optimizer_with_a_format_of_its_own_resumes_in_its_order(new_run: New
     calm = weights_of(new_run(folder="calm", steps=8), in_order, OwnFormat)
     weights_of(new_run(folder="again", steps=4), in_order, OwnFormat)
     assert weights_of(new_run(folder="again", steps=8), in_order, OwnFormat) == calm
+
+
+def test_a_registered_optimizer_keeps_its_moments_by_name_too() -> None:
+    def registered(groups: Groups) -> TrainState:
+        state = TrainState(PreparedModel(Model(), device=torch.device("cpu"), bf16=False))
+        state.registered["own"] = torch.optim.AdamW(groups(state.module), lr=0.1)
+        return state
+
+    first, second = registered(in_order), registered(reversed_parameters)
+    for parameter in first.module.parameters():
+        parameter.grad = torch.rand_like(parameter)
+    first.registered["own"].step()  # type: ignore[attr-defined]
+    second.load_state_dict(first.state_dict())
+    moments = [state.state_dict()["user"]["own"]["state"]["3.weight"]["exp_avg"] for state in (first, second)]
+    assert torch.equal(*moments) and moments[0].any()
+
+
+def test_a_state_of_version_0_1_0_in_a_format_of_its_own_is_loaded() -> None:
+    class Wrapping(torch.optim.SGD):
+        def state_dict(self) -> dict[str, Any]:
+            return {"inner": super().state_dict()}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            super().load_state_dict(state["inner"])
+
+    names = ["0.weight", "0.bias", "1.weight", "1.bias", "3.weight", "3.bias"]
+    optimizers = [Wrapping(Model().parameters(), lr=lr) for lr in (0.1, 0.2)]
+    load_named_state(optimizers[1], [names], optimizers[0].state_dict())
+    assert optimizers[1].param_groups[0]["lr"] == 0.1
 
 
 def _turned(model: Any) -> torch.optim.Optimizer:
