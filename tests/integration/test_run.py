@@ -180,7 +180,7 @@ def test_workers_have_the_modules_relative_paths_and_variables_of_the_driver(
     monkeypatch.setattr(ours.transform, "__module__", "nowhere")
     monkeypatch.setitem(sys.modules, "nowhere", ours)
     config |= {"name": "nowhere"}
-    with pytest.raises(ConfigError, match=r"^transform cannot be loaded on node .*'nowhere'.*runtime_env"):
+    with pytest.raises(ConfigError, match=r"^transform cannot be loaded on node .*'nowhere'.*loaded it by its file"):
         ed.ElasticTrainer(ours.train, "data", config, transform=ours.transform).fit()
     assert "cannot be loaded" in json.loads((folder / "runs/nowhere/summary.json").read_text())["error"]
 
