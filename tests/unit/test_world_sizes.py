@@ -194,7 +194,5 @@ def test_the_states_of_this_module_cover_the_hard_cases() -> None:
     assert any(tensor.dim() == 0 for tensor in tensors.values())
     assert any(not tensor.numel() for tensor in tensors.values())
     assert "model.head.weight" not in tensors and "model.embedding.weight" in tensors
-    assert {"optimizer.1.state.scale.momentum_buffer", "optimizer.0.state.embedding.weight.exp_avg_sq"} <= {
-        *tensors
-    }
+    assert {"optimizer.1.state.scale.momentum_buffer", "optimizer.0.state.embedding.weight.exp_avg_sq"} <= {*tensors}
     assert "buffers.passing" in tensors and "model.body.1.running_var" in tensors and skeleton
