@@ -310,13 +310,15 @@ class TrainState:
             for index, scheduler in enumerate(self.schedulers):
                 check_saved_scheduler(scheduler, state["scheduler"][str(index)])
             model, saved_others = self.module.state_dict(), {**state.get(PARAMETERS, {}), **state[BUFFERS]}
+            components = left_out(self.module, model)
             others = {
                 name: tensor
-                for tensors in left_out(self.module, model).values()
+                for tensors in components.values()
                 for name, tensor in tensors.items()
                 if name in saved_others or name not in state["model"]  # version 0.1.0 saved those in the model alone
             }
-            if PARAMETERS not in state and (lacking := sorted(others.keys() - saved_others.keys())):
+            lacking = sorted(components[PARAMETERS].keys() & others.keys() - saved_others.keys())
+            if lacking and PARAMETERS not in state:
                 raise ValueError(
                     f"version 0.1.0 did not save {shorten(lacking, 5)}, which state_dict() of the model leaves out. "
                     "Begin another run from these weights, with run.load_weights"
