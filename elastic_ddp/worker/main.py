@@ -155,7 +155,7 @@ def debug(job: Job, client: RendezvousClient, device: torch.device) -> Outcome:
         outcome, is_finished = _finish(loop, job.train(Run(loop))), True
         return outcome
     except Exception as error:
-        # A person who leaves pdb needs no advice.
+        # BdbQuit: quitting pdb is no error of the program.
         if not isinstance(error, BdbQuit) and (advice := _advice(error, loop) or environment().advise(error)):
             error.add_note(advice)
         raise
