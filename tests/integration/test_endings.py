@@ -72,7 +72,7 @@ def test_a_run_that_leaves_its_loop_goes_on_with_the_same_command(
     leave = make_train(lambda run, step: step == 4)
     left = fit(folder, "leaves", 2, leave)
     assert (left.status, left.steps, left.summary["total_steps"]) == ("left", 5, 12)
-    assert "run 'leaves' left its loop at step 5 of 12. The same command goes on" in capsys.readouterr().err
+    assert "run 'leaves' left its loop at step 5 of 12. The same command resumes it" in capsys.readouterr().err
     rest = fit(folder, "leaves", 1, leave)
     assert (rest.status, rest.steps) == ("finished", 12)
     assert (rest.weights_sha256, rest.samples_sha256) == (calm.weights_sha256, calm.samples_sha256)
