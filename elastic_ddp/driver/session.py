@@ -25,9 +25,10 @@ from elastic_ddp.rendezvous.actor import RendezvousHandle
 from elastic_ddp.rendezvous.messages import DriverUpdate
 from elastic_ddp.signals import StopRequests
 from elastic_ddp.storage.lease import DriverLease
-from elastic_ddp.telemetry import Ledger
+from elastic_ddp.telemetry import Ledger, read_ledger
 from elastic_ddp.telemetry.event import Event
 from elastic_ddp.telemetry.events import RunFailed, RunFinished, SessionEnded, SessionStarted
+from elastic_ddp.telemetry.step_values import lost_steps
 from elastic_ddp.telemetry.versions import versions
 from elastic_ddp.user_code import import_failure
 from elastic_ddp.worker.job import COMMITS, Job
@@ -84,6 +85,7 @@ class Session:
         self._outcome: dict[str, Any] | None = None
         self._controllers: list[Any] = []
         self._thread = threading.Thread(target=self._run_workers, name="ray-train", daemon=True)
+        earlier = read_ledger(job.storage) if resume_from else []
         self._append(
             SessionStarted(
                 at=started_at,
@@ -93,6 +95,8 @@ class Session:
                 versions=versions(),
             )
         )
+        for event in lost_steps(earlier, resume_from.record, resume_from.step) if resume_from else ():
+            self._append(event)
         self._ledger.flush()
 
     def run(self) -> dict[str, Any]:

@@ -64,7 +64,7 @@ class Ledger:
         their text.
         """
         entry = {"time": round(self._clock(), 6), "seq": self._seq, **event.to_json(), "session": self.session}
-        line = json.dumps(_plain(entry), separators=(",", ":")).encode() + b"\n"
+        line = json.dumps(plain(entry), separators=(",", ":")).encode() + b"\n"
         if self._segment and len(self._segment) + len(line) > _SEGMENT_BYTES:
             self._number, self._segment = self._number + 1, b""
         self._seq += 1
@@ -175,16 +175,16 @@ def _parse(key: str, data: bytes) -> list[Event]:
     return events
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """Returns the value in strict JSON, which has no NaN; other types become text."""
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
     if value is None or type(value) in (bool, int, float, str):
         return value
     if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
+        return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple | set | frozenset):
-        return [_plain(item) for item in value]
+        return [plain(item) for item in value]
     if callable(item := getattr(value, "item", None)) and getattr(value, "ndim", None) == 0:
-        return _plain(item())  # a scalar of numpy or torch
+        return plain(item())  # a scalar of numpy or torch
     return str(value)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import dropwhile
 from typing import Any
 
-from elastic_ddp.telemetry.event import Event
+from elastic_ddp.telemetry.event import Event, parse
 from elastic_ddp.telemetry.events import (
     CommitSucceeded,
     EvaluationFinished,
@@ -15,7 +16,10 @@ from elastic_ddp.telemetry.events import (
     SessionStarted,
     StepsCompleted,
 )
+from elastic_ddp.telemetry.ledger import plain
 
+_STEPS = "logged_steps"
+"""The entry of a commit's record."""
 _NONFINITE = ("NaN", "Infinity", "-Infinity")
 
 
@@ -23,6 +27,30 @@ def beginning(events: Iterable[Event]) -> str | None:
     """Returns the newest session that began without a commit: the steps that count begin with it."""
     begun = [event.session for event in events if isinstance(event, SessionStarted) and event.resumed_from_step is None]
     return begun[-1] if begun else None
+
+
+def steps_record(events: Iterable[Event]) -> dict[str, Any]:
+    """Returns the entry of a commit's record for its newest steps. The ledger lacks them if the driver dies first."""
+    return {_STEPS: [plain(event.to_json()) for event in events if isinstance(event, StepsCompleted)]}
+
+
+def lost_steps(events: Sequence[Event], record: Mapping[str, Any], step: int) -> list[StepsCompleted]:
+    """Returns the steps up to `step` that workers made after a driver's death: a commit has them, and no ledger.
+
+    Args:
+        events: of the ledger before the session that resumes.
+        record: of the commit from which it resumes.
+        step: the commit's step.
+    """
+    begun = beginning(events)
+    own = dropwhile(lambda event: event.session != begun, events)
+    newest = max((event.step for event in own if isinstance(event, StepsCompleted)), default=0)
+    saved = (parse(entry) for entry in record.get(_STEPS, ()))
+    return [
+        replace(event, at=None, account=None)  # by the clock of a worker, and of a generation that the ledger lacks
+        for event in saved
+        if isinstance(event, StepsCompleted) and newest < event.step <= step
+    ]
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,11 @@ class AgreedEvents:
         if is_rank_0:
             self._record(event)
 
+    @property
+    def newest(self) -> list[AgreedEvent]:
+        """The newest events, oldest first."""
+        return list(self._newest)
+
     def report_again(self) -> None:
         """Reports the newest events for the rank 0 of earlier generations. The rank that follows it calls this."""
         for event in self._newest:

@@ -7,7 +7,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +27,7 @@ from elastic_ddp.rendezvous.hang import STORING, Place
 from elastic_ddp.storage.lease import find_holder
 from elastic_ddp.storage.retry import RetryingStorage
 from elastic_ddp.storage.watchdog import STALL_TIMEOUT_S
-from elastic_ddp.telemetry.event import WORKER_FAILED
+from elastic_ddp.telemetry.event import WORKER_FAILED, Event
 from elastic_ddp.telemetry.events import (
     CommitFailed,
     CommitRejected,
@@ -37,6 +37,7 @@ from elastic_ddp.telemetry.events import (
     Resumed,
     Warned,
 )
+from elastic_ddp.telemetry.step_values import steps_record
 from elastic_ddp.telemetry.versions import versions
 from elastic_ddp.worker.commit_schedule import CommitSchedule
 from elastic_ddp.worker.job import COMMITS
@@ -117,10 +118,13 @@ class Checkpointer:
         """Whether this rank still takes part in a save. There is one at a time."""
         return self._saver.is_busy
 
-    def save(self, state: TrainState, group: ProcessGroup, *, account: dict[str, float]) -> None:
+    def save(
+        self, state: TrainState, group: ProcessGroup, *, account: dict[str, float], events: Sequence[Event]
+    ) -> None:
         """Waits for the save before, copies the state, and starts to write the copy in the background.
 
-        Every rank calls it, and may change the state when it returns. On rank 0 it raises as `check` does.
+        Every rank calls it, and may change the state when it returns. On rank 0 it raises as `check` does. The newest
+        `events` are saved with the state.
 
         Raises:
             CheckpointError: the state holds something that cannot be saved.
@@ -138,7 +142,7 @@ class Checkpointer:
             world_size=group.world_size,
             rank=group.rank,
             mailbox=mailbox if group.world_size > 1 else None,
-            record=self._record(state, generation),
+            record=self._record(state, generation) | steps_record(events),
             fence=partial(self._check_may_commit, generation),
             on_end=partial(self._save_ended, generation, step, request, time.monotonic(), account),
             on_reject=self._record_rejected,

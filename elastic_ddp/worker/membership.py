@@ -333,7 +333,8 @@ class WorkerMembership:
         """Starts to save the state. Every rank calls it; it returns when this rank's share is copied."""
         assert self.generation is not None
         with self.account.checkpoint(), self.activity.within(STORING, self._checkpointer.worked_s):
-            self._checkpointer.save(self._state, self.generation.group, account=self.account.seconds())
+            events, account = self.agreed_events.newest, self.account.seconds()
+            self._checkpointer.save(self._state, self.generation.group, account=account, events=events)
 
     def commit(self, *, may_fail: bool = False) -> None:
         """Saves the state and waits; see `Checkpointer.wait`. On rank 0 it returns when the commit is complete."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterable
 
@@ -13,7 +14,7 @@ from elastic_ddp.telemetry.events import (
     SessionStarted,
     StepsCompleted,
 )
-from elastic_ddp.telemetry.step_values import LoggedStep, StepValues
+from elastic_ddp.telemetry.step_values import LoggedStep, StepValues, lost_steps, steps_record
 from tests.unit.ledger_events import ledger_event
 from tests.unit.logged_runs import LAST, session_events
 
@@ -86,3 +87,15 @@ def test_numbers_that_json_has_not_come_back_as_numbers() -> None:
     event = ledger_event("steps", step=1, loss="NaN", metrics={"scale": "Infinity", "note": "text"})
     (record,) = records([event, END])
     assert math.isnan(record.values["loss"]) and record.values["scale"] == math.inf and "note" not in record.values
+
+
+def test_steps_that_the_ledger_lacks_come_from_the_commit() -> None:
+    """Workers train on for a moment after their driver has died."""
+    begun = ledger_event("session_started", session="a")
+    told = [ledger_event("steps", session="a", step=step) for step in range(1, 23)]
+    record = steps_record([loss(step, math.nan if step == 30 else 0.25) for step in range(11, 42)])
+    found = lost_steps([begun, *told], json.loads(json.dumps(record, allow_nan=False)), 40)
+    assert [event.step for event in found] == list(range(23, 41))
+    assert {event.loss for event in found} == {0.25, "NaN"}
+    assert lost_steps([begun, *told], {}, 40) == [], "a commit of version 0.1.0"
+    assert lost_steps([begun, *told], record, 20) == []
