@@ -79,6 +79,7 @@ def test_a_run_without_capacity_names_who_holds_it_and_finishes_later(cluster: C
     assert (facts["status"], facts["steps"], facts["sessions"]) == ("finished", 44, 2)
 
 
+@pytest.mark.chaos
 def test_a_run_survives_the_death_of_a_node_without_repeating_a_step(
     undisturbed: Mapping[str, Any], cluster: Cluster, folder: Path
 ) -> None:

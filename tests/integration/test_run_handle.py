@@ -90,6 +90,7 @@ def events(folder: Path, kind: str) -> list[Event]:
     return [event for event in read_ledger(Storage(str(folder / "runs" / NAME))) if event.event == kind]
 
 
+@pytest.mark.chaos
 def test_a_live_run_serves_all_requests(
     undisturbed: Mapping[str, Any], connected: Cluster, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
