@@ -209,8 +209,7 @@ class RunConfig(Settings):
     reduction: Literal["canonical", "native"] = "canonical"
     """`canonical` sums gradients to the same bits at every world size. `native` is PyTorch's reduction. On an H100 a
     step took 1.4 to 1.7 times as long with `canonical` as with plain PyTorch; with `native` the larger model had 0.92
-    to 0.96 of plain's throughput. On CPUs both are close to plain: [benchmarks](../benchmarks.md#on-a-gpu). With
-    `fsdp`, `native` is the default and the only choice."""
+    to 0.96 of plain's throughput. On CPUs both are close to plain: [benchmarks](../benchmarks.md#on-a-gpu)."""
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     """Precision of the forward pass. `bf16` and `fp16` use autocast, or with `fsdp` parameters that are gathered in
     this precision. Weights, gradients and optimizer state stay in fp32. `fp16` scales the loss as
@@ -270,13 +269,6 @@ class RunConfig(Settings):
 
     @model_validator(mode="after")
     def _check_strategy(self) -> Self:
-        if self.strategy == "fsdp" and self.reduction == "canonical":
-            if "reduction" in self.model_fields_set:
-                raise ValueError(
-                    'reduction="canonical" is for strategy="ddp": sharded gradients have the same bits only at the '
-                    'same world size; use reduction="native", or strategy="ddp"'
-                )
-            object.__setattr__(self, "reduction", "native")
         if self.ddp.comm_hook is not None and (self.strategy, self.reduction) != ("ddp", "native"):
             settings = f"strategy={self.strategy!r} and reduction={self.reduction!r}"
             raise ValueError(

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from elastic_ddp.distributed.buffer_rules import FIRST, MEAN, SUM, changed_error, evaluated_error, find_rules
 from elastic_ddp.distributed.process_group import ProcessGroup, all_gather_single
-from elastic_ddp.distributed.reduction_tree import Node, fold_in, fold_to_root, maximal_subtrees
+from elastic_ddp.distributed.reduction_tree import Node, fold_in, fold_to_root, maximal_subtrees, with_rows
 from elastic_ddp.errors import ConfigError, shorten
 from elastic_ddp.tensors.state_tree import INTEGERS, ravel
 from elastic_ddp.torch_internals import buffers_of, modules_of, version
@@ -218,7 +218,7 @@ class StepBuffers:
 
     def _gather_sums(self, ranges: list[range], num_leaves: int, group: ProcessGroup) -> dict[Node, Changes]:
         """Returns the subtree sums of all ranks, on every rank. Buffers are small, so each rank adds all of them up."""
-        subtrees = [maximal_subtrees(range(r.start, min(r.stop, num_leaves))) for r in ranges]
+        subtrees = [maximal_subtrees(with_rows(owned, num_leaves)) for owned in ranges]
         most = max(map(len, subtrees))
         sums: dict[Node, Changes] = {node: [] for nodes in subtrees for node in nodes}
         for position, buffer in enumerate(self._combined):

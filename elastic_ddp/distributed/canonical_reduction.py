@@ -31,8 +31,8 @@ import torch.distributed as dist
 
 from elastic_ddp import torch_internals
 from elastic_ddp.distributed.process_group import ProcessGroup, all_gather_single
-from elastic_ddp.distributed.reduction_tree import Node, fold_in, fold_to_root, maximal_subtrees
-from elastic_ddp.distributed.strategy import ignore, own_backward_error
+from elastic_ddp.distributed.reduction_tree import Node, fold_in, fold_to_root, maximal_subtrees, with_rows
+from elastic_ddp.distributed.strategy import add_in_place, ignore, own_backward_error
 
 _MOVED = torch.empty(0)
 """Stands in a subtree's sum for a gradient that was moved into its bucket."""
@@ -77,7 +77,7 @@ class CanonicalReduction:
     def begin(self, *, num_leaves: int, divisor: float) -> None:
         """Begins a step, in which micro-batches 0 to L-1 have rows and the sum is divided by d."""
         self._num_leaves, self._divisor = num_leaves, divisor
-        self._subtrees = [maximal_subtrees(range(r.start, min(r.stop, num_leaves))) for r in self._ranges]
+        self._subtrees = [maximal_subtrees(with_rows(owned, num_leaves)) for owned in self._ranges]
         self._is_expected = False
         self._sums.clear()
         self._pending_gathers.clear()
@@ -108,7 +108,7 @@ class CanonicalReduction:
             torch.zeros_like(parameter) if gradient is None or is_zero else gradient
             for parameter, gradient in zip(self._parameters, gradients, strict=True)
         ]
-        fold_in(self._sums, Node(0, micro_batch), filled, _add_gradients)
+        fold_in(self._sums, Node(0, micro_batch), filled, add_in_place)
 
     def expect(self, micro_batch: int | None, *, divides: bool = True, is_zero: bool = False) -> None:
         """Sets the micro-batch whose gradient the hook gets from the next backward. None: the hook ignores it.
@@ -264,11 +264,6 @@ class CanonicalReduction:
             if rest:
                 send[full, row, :rest] = flat[full * chunk :]
         return send.view(-1)
-
-
-def _add_gradients(left: list[torch.Tensor], right: list[torch.Tensor]) -> list[torch.Tensor]:
-    torch_internals.add_pairwise(left, right)
-    return left
 
 
 def _flatten(gradients: list[torch.Tensor], parameters: list[torch.Tensor]) -> torch.Tensor:

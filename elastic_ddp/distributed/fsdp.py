@@ -1,8 +1,8 @@
 """The FSDP strategy: each rank holds a shard of every parameter and of its optimizer state.
 
 It uses FSDP2, `torch.distributed.fsdp.fully_shard`. The forward and backward of a unit gather its parameters from all
-ranks, so all ranks must run the same number of them. A group of another size cannot use the shards: each generation
-starts from the full model, and the trained values come from the newest commit.
+ranks, so all ranks must run the same number of them; see `fsdp_rounds`. A group of another size cannot use the shards:
+each generation starts from the full model, and the trained values come from the newest commit.
 """
 
 from __future__ import annotations
@@ -21,12 +21,15 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from elastic_ddp import torch_internals
 from elastic_ddp.config.run_config import RunConfig
+from elastic_ddp.distributed.fsdp_rounds import CanonicalSum, Gather, NativeSum, Reduction, Round
 from elastic_ddp.distributed.fsdp_units import ParameterLocation, check_shardable, locate_parameters
 from elastic_ddp.distributed.parameter_guard import changed_parameters_error
 from elastic_ddp.distributed.prepared_model import PreparedModel
 from elastic_ddp.distributed.process_group import ProcessGroup
-from elastic_ddp.distributed.strategy import Strategy, ignore, unused_parameters_error
-from elastic_ddp.tensors.state_tree import Layout
+from elastic_ddp.distributed.reduction_tree import Node, dealt_micro_batches, fold_in, fold_to_root
+from elastic_ddp.distributed.row_norm import infinite_unless_finite, row_norm
+from elastic_ddp.distributed.strategy import Strategy, add_in_place, ignore, unused_parameters_error
+from elastic_ddp.tensors.state_tree import Layout, local_part
 
 BATCH_NORMS = (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d, torch.nn.SyncBatchNorm)
 FP32 = MixedPrecisionPolicy()
@@ -40,9 +43,10 @@ _USE_IN_ALL = "add 0 * parameter.sum() of each to the model's output: with FSDP 
 
 
 class FSDPStrategy(Strategy):
-    """Accumulates full gradients on each rank. The backward of a step's last micro-batch reduces and scatters them."""
+    """Reduces gradients in every round of micro-batches. Between two, a rank holds shards only."""
 
     replicates_state = False
+    deal = staticmethod(dealt_micro_batches)
 
     def __init__(
         self,
@@ -57,6 +61,11 @@ class FSDPStrategy(Strategy):
         self._mesh: DeviceMesh | None = None
         self._options = config.fsdp
         self._policy = POLICIES[config.precision]
+        self._round = Round(group)
+        self._kind: type[Reduction] = CanonicalSum if config.reduction == "canonical" else NativeSum
+        self._is_weighted = False
+        self._reductions: dict[torch.nn.Module, Reduction] = {}  # of the units with trained parameters
+        self._alone: dict[Node, list[torch.Tensor]] = {}  # the sums if there is one rank, which exchanges nothing
 
     def shard(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         module = self._model.module
@@ -84,8 +93,16 @@ class FSDPStrategy(Strategy):
         for unit, policy in policies:
             # As torch does by default, parameters outside of all units stay gathered: the backward begins with them.
             reshard = self._options.reshard_after_forward and unit is not module
-            fully_shard(unit, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
+            sharded_unit = fully_shard(unit, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
             own = [location for location in locations if location.unit is unit]
+            reduction = self._kind(self._round)
+            if own:
+                sharded_unit.set_custom_all_gather(Gather(self._group))
+                sharded_unit.set_custom_reduce_scatter(reduction)
+                sharded_unit.set_gradient_divide_factor(1.0)
+                sharded_unit.set_force_sum_reduction_for_comms(True)
+            if any(location.parameter.requires_grad for location in own):
+                self._reductions[unit] = reduction
             unit.register_forward_pre_hook(partial(self._record_gathered, own))
             torch_internals.wrap_waits(unit, self._as_communication)
         self._trained = self._find_trained()
@@ -138,6 +155,10 @@ class FSDPStrategy(Strategy):
     def begin_step(self, rows: np.ndarray) -> None:
         self.reshard()
         super().begin_step(rows)
+        self._round.num_leaves, self._round.number = self.num_leaves, -1
+        self._alone.clear()
+        for reduction in self._reductions.values():
+            reduction.clear()
 
     def reshard(self) -> None:
         for submodule in self._model.module.modules():
@@ -155,26 +176,51 @@ class FSDPStrategy(Strategy):
 
     def backward(self, loss: torch.Tensor, micro_batch: int, weight: float | None = None) -> None:
         factor = self._factor(micro_batch, weight)
-        # FSDP divides by the world size.
-        scaled = loss * (factor * self._group.world_size / (self.divisor if weight is None else 1.0))
-        self._backward(scaled, is_last=micro_batch == self.to_compute[-1], is_zero=not factor)
+        self._is_weighted = weight is not None
+        self._backward(loss if factor in (0.0, 1.0) else loss * factor, is_zero=not factor)
 
     def dummy_backward(self, loss: torch.Tensor) -> None:
-        self._backward(loss, is_last=False, is_zero=True)
+        self._backward(loss, is_zero=True)
 
-    def _backward(self, loss: torch.Tensor, *, is_last: bool, is_zero: bool) -> None:
+    def _backward(self, loss: torch.Tensor, *, is_zero: bool) -> None:
         self._check_unchanged()
         self._check_used(loss)
-        module = self._model.module
-        assert isinstance(module, FSDPModule)
-        with self._accumulating(is_last=is_last):
-            module.set_requires_gradient_sync(is_last)
-            module.set_is_last_backward(is_last)
-            module.set_reshard_after_backward(is_last)
-            self._run_backward(loss, is_last=is_last, zeroed=self._gathered.values() if is_zero else ())
-        # `_check_used` cannot see into reentrant checkpoints.
-        if is_last and (unused := [name for name, parameter in self._trained.items() if parameter.grad is None]):
-            raise unused_parameters_error(unused, _USE_IN_ALL)
+        self._round.number, self._round.is_zero = self._round.number + 1, is_zero
+        for reduction in self._reductions.values():
+            reduction.num_exchanges = 0
+        with self._accumulating(is_last=self._round.is_last):
+            self._run_backward(loss, is_last=self._round.is_last)
+            # `_check_used` cannot see into reentrant checkpoints.
+            if unused := [name for name, parameter in self._trained.items() if parameter.grad is None]:
+                raise unused_parameters_error(unused, _USE_IN_ALL)
+            if self._group.world_size == 1:
+                self._fold_alone()
+            else:
+                self._check_exchanged()
+        if self._round.is_last and not self._is_weighted and self.divisor != 1.0:
+            self.divide_gradients(self.divisor)
+
+    def _check_exchanged(self) -> None:
+        """Raises a ConfigError if the gradients of a unit were exchanged in several parts, whose order may differ."""
+        for unit, reduction in self._reductions.items():
+            if reduction.num_exchanges != 1:
+                raise ConfigError(
+                    f"a backward reached {type(unit).__name__}, a unit of FSDP, {reduction.num_exchanges} times. Call "
+                    "each unit once in a forward, or leave its class out of run.prepare(model, shard=...)."
+                )
+
+    def _fold_alone(self) -> None:
+        """Adds the gradients of the only rank along the tree. The last round leaves the sum in the gradients."""
+        gradients = [local_part(gradient) for _, gradient in self._gradients()]
+        for micro_batch in self._round.leaves:
+            leaf = [torch.zeros_like(one) for one in gradients] if self._round.is_zero else gradients
+            fold_in(self._alone, Node(0, micro_batch), leaf, add_in_place)
+        if self._round.is_last:
+            torch_internals.copy_pairwise(gradients, fold_to_root(self._alone, self.num_leaves, add_in_place))
+            self._alone.clear()
+
+    def _put_away(self) -> None:
+        self.clear_gradients()  # the sums are in the reductions
 
     def _check_unchanged(self) -> None:
         """Raises a ConfigError if a forward changed gathered parameters. The change would be lost with them."""
@@ -193,6 +239,12 @@ class FSDPStrategy(Strategy):
             unused := [name for name in self._trained if self._gathered.get(name) not in leaves]
         ):
             raise unused_parameters_error(unused, _USE_IN_ALL)
+
+    def gradient_norm(self) -> torch.Tensor:
+        return row_norm([gradient for _, gradient in self._gradients()], self._group)
+
+    def check_value(self) -> torch.Tensor:
+        return infinite_unless_finite([gradient for _, gradient in self._gradients()], self._group)
 
     def close(self) -> None:
         """Releases the process group. The shards remain but cannot be gathered any more."""

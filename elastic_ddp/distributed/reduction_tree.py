@@ -5,8 +5,9 @@ additions does not depend on the world size. Here the order is a balanced binary
 Leaf m is micro-batch m. Node (level, number) covers the micro-batches from number * 2^level to
 (number + 1) * 2^level - 1. A node without a right sibling moves up a level unchanged.
 
-Each rank adds the micro-batches of its own range into the largest subtrees that lie inside the range. The sums of these
-subtrees, brought together from all ranks, are then added up to the root.
+With DDP a rank owns neighbouring micro-batches. It adds them into the largest subtrees that lie inside its range. The
+sums of these subtrees, brought together from all ranks, are then added up to the root. With FSDP micro-batches are dealt
+out in turn, so that each round brings neighbouring leaves of all ranks together, which are added at once.
 
 In the short last step of an epoch, the last micro-batches may have no rows. They are not leaves: adding zeros for them
 would turn -0.0 into 0.0, and only at some world sizes.
@@ -52,8 +53,22 @@ def micro_batch_ranges(num_micro_batches: int, world_size: int) -> list[range]:
     return [range(low, high) for low, high in pairwise(bounds)]
 
 
+def dealt_micro_batches(num_micro_batches: int, world_size: int) -> list[range]:
+    """Returns each rank's micro-batches, dealt out in turn: round k has those from k * W to k * W + W - 1."""
+    if not 1 <= world_size <= num_micro_batches:
+        raise ValueError(f"world_size={world_size} is not from 1 to the {num_micro_batches} micro-batches of a step")
+    return [range(rank, num_micro_batches, world_size) for rank in range(world_size)]
+
+
+def with_rows(owned: range, num_leaves: int) -> range:
+    """Returns those of a rank's micro-batches that are leaves."""
+    return range(owned.start, min(owned.stop, num_leaves), owned.step)
+
+
 def maximal_subtrees(owned: range) -> list[Node]:
-    """Returns the largest subtrees that tile a contiguous range of micro-batches, from left to right."""
+    """Returns the largest subtrees that tile a rank's micro-batches, from left to right."""
+    if owned.step > 1:
+        return [Node(0, micro_batch) for micro_batch in owned]
     subtrees, low = [], owned.start
     while low < owned.stop:
         level = 0

@@ -84,7 +84,12 @@ class RowGather:
         sent[: len(own_rows)] = own_rows
         received = sent.new_empty(group.world_size, *sent.shape)
         group.wait(all_gather_single(received.view(-1), sent.view(-1), async_op=True))
-        everything = torch.cat([received[rank, :count] for rank, count in enumerate(counts)])
+        parts_of = {
+            m: part
+            for rank, owned in enumerate(ranges)
+            for m, part in zip(owned, received[rank, : counts[rank]].split(rows[list(owned)].tolist()), strict=True)
+        }
+        everything = torch.cat([parts_of[m] for m in sorted(parts_of)])
         columns = everything.split([part.shape[1] for part in parts], 1)
         return {
             name: ravel(column).to(value.device).view(value.dtype).view(len(everything), *value.shape[1:])

@@ -40,6 +40,12 @@ def own_backward_error(names: Sequence[str] = ()) -> ConfigError:
     )
 
 
+def add_in_place(left: list[torch.Tensor], right: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Adds the gradients of all parameters to others, for the reduction tree."""
+    torch_internals.add_pairwise(left, right)
+    return left
+
+
 def ignore(phase: str) -> str:
     """What `enter_phase` is if phases are not measured."""
     return phase
@@ -69,6 +75,8 @@ class Strategy(ABC):
 
     replicates_state = True
     """Whether every rank holds the full state, which then outlives the generation."""
+    deal: Callable[[int, int], list[range]] = staticmethod(micro_batch_ranges)
+    """Returns the micro-batches of each rank, from M and the world size."""
 
     def __init__(
         self,
@@ -78,7 +86,7 @@ class Strategy(ABC):
         enter_phase: Callable[[str], str] = ignore,
     ) -> None:
         self._enter_phase = enter_phase
-        self.ranges = micro_batch_ranges(config.num_micro_batches, group.world_size)
+        self.ranges = self.deal(config.num_micro_batches, group.world_size)
         self.micro_batches = processing_order(self.ranges[group.rank])
         """This rank's micro-batches, in the order in which it computes them."""
         self.micro_batch_size = config.micro_batch_size
@@ -169,12 +177,15 @@ class Strategy(ABC):
         self.check_gradients()
         self._return_kept()
         yield
-        if not is_last:
-            self._kept = [(tensor, tensor.grad) for _, tensor in self._accumulators() if tensor.grad is not None]
-            for tensor, _ in self._kept:
-                tensor.grad = None
-        else:
+        if is_last:
             self._record_gradients()
+        else:
+            self._put_away()
+
+    def _put_away(self) -> None:
+        self._kept = [(tensor, tensor.grad) for _, tensor in self._accumulators() if tensor.grad is not None]
+        for tensor, _ in self._kept:
+            tensor.grad = None
 
     def _return_kept(self) -> None:
         for tensor, gradient in self._kept:
@@ -248,6 +259,10 @@ class Strategy(ABC):
         """Returns the total 2-norm of the gradients, equal on all ranks. Collective with FSDP."""
         gradients = [gradient for _, gradient in self._gradients()]
         return gather_full(torch.nn.utils.get_total_norm(gradients))
+
+    def check_value(self) -> torch.Tensor:
+        """Returns a number that is finite if all gradients are, equal on all ranks. Collective with FSDP."""
+        return self.gradient_norm()
 
     def clip_gradients(self, max_norm: float, norm: torch.Tensor) -> None:
         """Scales the gradients, whose total 2-norm is `norm`, to a norm of at most `max_norm`."""

@@ -139,11 +139,6 @@ def check_identity(job: Job, *, may_replace: bool) -> Job:
     if recorded.get("data") not in (index.fingerprint, index.earlier_fingerprint):
         new = "has the same paths but other contents" if recorded_data == str(index) else f"is {index}"
         changes.append(f"data was {recorded_data} and {new} ({index.compared_by})")
-    if config.strategy == "fsdp" and recorded.get("reduction") == "canonical":
-        changes.append(
-            'strategy is "fsdp", which cannot resume a run with reduction="canonical" (a new run can begin with its '
-            "weights: run.load_weights)"
-        )
     if changes:
         raise ConfigError(
             f"run {config.name!r} in {config.storage} began with other settings: {'; '.join(changes)}. Restore these "

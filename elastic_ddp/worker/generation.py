@@ -17,7 +17,7 @@ from elastic_ddp.distributed.buffer_sync import StepBuffers
 from elastic_ddp.distributed.host_number import to_host
 from elastic_ddp.distributed.parameter_guard import ParameterGuard
 from elastic_ddp.distributed.process_group import ProcessGroup
-from elastic_ddp.distributed.reduction_tree import micro_batch_ranges, processing_order
+from elastic_ddp.distributed.reduction_tree import processing_order
 from elastic_ddp.distributed.state_transfer import check_same_model, transfer_state
 from elastic_ddp.distributed.store import StoreConnection
 from elastic_ddp.distributed.strategy import Strategy
@@ -60,9 +60,9 @@ def feeds_of(job: Job, device: torch.device) -> FeedCache:
     return FeedCache(make)
 
 
-def micro_batches_of(rank: int, *, num_micro_batches: int, world_size: int) -> tuple[int, ...]:
+def micro_batches_of(config: RunConfig, rank: int, world_size: int) -> tuple[int, ...]:
     """Returns the micro-batches that a rank computes in every step, in its order."""
-    return tuple(processing_order(micro_batch_ranges(num_micro_batches, world_size)[rank]))
+    return tuple(processing_order(strategy_of(config).deal(config.num_micro_batches, world_size)[rank]))
 
 
 def strategy_of(config: RunConfig) -> type[Strategy]:
@@ -123,9 +123,7 @@ class Generation:
     def open(cls, inputs: GenerationInputs, assignment: Assignment, attempt: int = 0) -> Generation:
         """Forms the process group and brings all ranks to the same state. `attempt` counts failed attempts in a row."""
         job, state, feeds, step = inputs.job, inputs.state, inputs.feeds, assignment.first_step
-        micro_batches = micro_batches_of(
-            assignment.rank, num_micro_batches=job.config.num_micro_batches, world_size=assignment.world_size
-        )
+        micro_batches = micro_batches_of(job.config, assignment.rank, assignment.world_size)
         with ExitStack() as on_error:
 
             def on_forming(group: ProcessGroup) -> None:
@@ -214,7 +212,8 @@ class Generation:
         ignores = self.on_nonfinite == "ignore"
         if self.clip_grad_norm is None and ignores and self.state.loss_scale is None:
             return None
-        norm = self.strategy.gradient_norm()
+        clips = self.clip_grad_norm is not None
+        norm = self.strategy.gradient_norm() if clips else self.strategy.check_value()
         norm_on_host = to_host(norm)  # before the clipping, which the device does while the host launches the optimizer
         if self.clip_grad_norm is not None:
             log(grad_norm=norm)

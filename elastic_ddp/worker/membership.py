@@ -280,9 +280,7 @@ class WorkerMembership:
             return True
         if self._inputs.device.type == "cuda" and not standby.has_place():
             return False  # its rows would be on the GPU of another worker
-        micro_batches = micro_batches_of(
-            planned.rank, num_micro_batches=self._job.config.num_micro_batches, world_size=planned.world_size
-        )
+        micro_batches = micro_batches_of(self._job.config, planned.rank, planned.world_size)
         return self._feeds.prepare(micro_batches, planned.step)
 
     def is_ready_to_change(self, steps_done: int) -> bool:

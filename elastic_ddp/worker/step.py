@@ -72,7 +72,9 @@ class Step:
         self._logged, self._is_logged = LoggedValues(), is_logged
         self._gather, self._gathered = RowGather(), dict[str, torch.Tensor]()
         self._current: int | None = None
+        self._record: MicroBatchRecord | None = None  # of the current micro-batch
         self._is_dummy = False  # whether the current forward and backward are only for other ranks' collectives
+        self._num_left = 0  # backwards of this rank that are to come
         self._is_in_block = False
         self._first_error: Exception | None = None
         self._feed: Iterator[MicroBatch] = iter(())
@@ -131,8 +133,8 @@ class Step:
         Call it once in each step. A micro-batch has `micro_batch_size` rows, or fewer in the last step of an epoch. The
         generators of torch, NumPy and Python are seeded before each, so dropout is the same at every world size.
 
-        With FSDP, a rank with fewer micro-batches than others first receives copies of its first one. They take part
-        in the collectives and do not count.
+        With FSDP, a rank with fewer micro-batches than others receives its last one a second time. The copy takes part
+        in the collectives and does not count.
 
         Raises:
             ConfigError: called outside the block or twice, or a batch is left without `backward`.
@@ -154,32 +156,36 @@ class Step:
         strategy = self.generation.strategy
         self.generation.buffers.check_untouched()
         refuse_zero_grad(self._state.module, strategy.parameters.values())
-        to_compute = set(strategy.to_compute)
-        num_dummies = strategy.min_forwards(self._control.rows) - len(to_compute)
+        to_compute = strategy.to_compute
+        num_dummies = max(0, strategy.min_forwards(self._control.rows) - len(to_compute))
+        self._num_left = len(to_compute) + num_dummies
         self._feed = self.generation.feed.step(self.index)
         self._activity.enter("data")
         for batch in self._feed:
             if batch.index not in to_compute:
                 continue
-            for _ in range(num_dummies):  # first, because the last backward reduces the gradients
-                yield from self._micro_batch(batch, is_dummy=True)
-            num_dummies = 0
-            yield from self._micro_batch(batch)
+            num_copies = num_dummies if batch.index == to_compute[-1] else 0
+            copies = [copy.deepcopy(batch.rows) for _ in range(num_copies)]  # the training function may change a batch
+            yield from self._micro_batch(batch, batch.rows)
+            for rows in copies:
+                yield from self._micro_batch(batch, rows, is_dummy=True)
             self._activity.enter("data")
         self._activity.enter("between steps")  # the user's code up to `optimize`
-        self._current = None
+        self._current, self._is_dummy = None, False
 
-    def _micro_batch(self, batch: MicroBatch, *, is_dummy: bool = False) -> Iterator[Any]:
-        """Yields one micro-batch and checks that `backward` was called for it."""
+    def _micro_batch(self, batch: MicroBatch, rows: Any, *, is_dummy: bool = False) -> Iterator[Any]:
+        """Yields the rows of a micro-batch and checks that `backward` was called for them."""
         strategy = self.generation.strategy
         self._current, self._is_dummy = batch.index, is_dummy
-        self._records[batch.index] = MicroBatchRecord(batch.row_ids, _NO_LOSS)
+        self._record = record = MicroBatchRecord(batch.row_ids, _NO_LOSS)
+        if not is_dummy:
+            self._records[batch.index] = record
         self._activity.enter("forward")
         strategy.prepare_forward(batch.index)
         seed_all(self.generation.seed, self.index, batch.index)
-        yield copy.deepcopy(batch.rows) if is_dummy else batch.rows  # the training function may change a batch
+        yield rows
         self._raise_first_error()
-        if self._records[batch.index].loss is _NO_LOSS:
+        if record.loss is _NO_LOSS:
             raise ConfigError(
                 f"step {self.index}: micro-batch {batch.index} was left without step.backward(loss). Call it exactly "
                 "once for each batch."
@@ -202,18 +208,19 @@ class Step:
             ConfigError: called without a current batch or twice for it, or `loss` is no single number, or `weight` is
                 not a finite number from 0, or is missing for some micro-batches.
         """
-        if self._current is None or self._records[self._current].loss is not _NO_LOSS:
+        if self._current is None or self._record is None or self._record.loss is not _NO_LOSS:
             raise ConfigError("step.backward is for the current batch. Call it once for each batch of micro_batches().")
         if loss.numel() != 1:
             raise ConfigError(
                 f"step.backward got a loss of shape {tuple(loss.shape)}. Give the mean over the batch's rows."
             )
         with self.capture_first_error():
-            self._backward(loss, self._current, None if weight is None else check_weight("step.backward", weight))
+            weight = None if weight is None else check_weight("step.backward", weight)
+            self._backward(loss, self._current, self._record, weight)
 
-    def _backward(self, loss: torch.Tensor, micro_batch: int, weight: float | None) -> None:
-        generation, record = self.generation, self._records[micro_batch]
-        is_last = micro_batch == generation.strategy.to_compute[-1] and not self._is_dummy
+    def _backward(self, loss: torch.Tensor, micro_batch: int, record: MicroBatchRecord, weight: float | None) -> None:
+        self._num_left -= 1
+        generation, is_last = self.generation, not self._num_left
         largest = 1.0 if weight is None else max(weight, *(each.weight or 0.0 for each in self._records.values()))
         # Before the section, which begins later on other ranks.
         unit = generation.unit_of_weights(self.index, weight, largest, is_last=is_last)
@@ -279,7 +286,8 @@ class Step:
         Raises:
             ConfigError: a value is no single number.
         """
-        self._logged.log(self._current, values)
+        if not self._is_dummy:
+            self._logged.log(self._current, values)
 
     def gather(self, **rows: torch.Tensor) -> None:
         """Collects rows of the current batch by name, such as keys or codes, for `gathered`.
@@ -290,10 +298,10 @@ class Step:
         Raises:
             ConfigError: called elsewhere, or a value does not have the batch's rows.
         """
-        if self._current is None or self._records[self._current].loss is not _NO_LOSS:
+        if self._current is None or self._record is None or self._record.loss is not _NO_LOSS:
             raise ConfigError("step.gather is for the current batch. Call it before step.backward of that batch.")
         if not self._is_dummy:
-            self._gather.add(self._current, self._records[self._current].num_rows, rows)
+            self._gather.add(self._current, self._record.num_rows, rows)
 
     @property
     def gathered(self) -> dict[str, torch.Tensor]:
@@ -320,8 +328,9 @@ class Step:
 
     def _optimize(self) -> None:
         generation, state, strategy = self.generation, self._state, self.generation.strategy
-        done = {m for m, record in self._records.items() if record.loss is not _NO_LOSS and not self._is_dummy}
-        if missing := [m for m in strategy.to_compute if m not in done]:
+        done = {m for m, record in self._records.items() if record.loss is not _NO_LOSS}
+        missing = [m for m in strategy.to_compute if m not in done]
+        if missing := missing or strategy.to_compute[-1:] * self._num_left:  # a copy of the last one is missing
             raise ConfigError(
                 f"step.optimize of step {self.index} was called before micro-batches {missing} were computed. Loop "
                 "over all of step.micro_batches() first."

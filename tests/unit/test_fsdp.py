@@ -84,7 +84,6 @@ def config_of(strategy: str, **settings: Any) -> RunConfig:
         micro_batch_size=SIZE,
         max_workers=M,
         strategy=strategy,
-        reduction="native",
         **settings,
     )
 
@@ -131,15 +130,15 @@ def train_on(
         state.module.zero_grad(set_to_none=True)
         strategy.begin_step(rows)
         buffers.begin()
-        num_dummies = max(0, strategy.min_forwards(rows) - len(strategy.to_compute))
-        for m in strategy.to_compute[:1] * num_dummies:
-            strategy.prepare_forward(m)
-            strategy.dummy_backward(state.module(data(step, m)).square().mean())
-            buffers.end_micro_batch(m, None)
         for m in strategy.to_compute:
             strategy.prepare_forward(m)
             strategy.backward(state.module(data(step, m)[: rows[m] or SIZE]).square().mean(), m)
             buffers.end_micro_batch(m, strategy.weight(m) if rows[m] else None)
+        num_dummies = max(0, strategy.min_forwards(rows) - len(strategy.to_compute))
+        for m in strategy.to_compute[-1:] * num_dummies:
+            strategy.prepare_forward(m)
+            strategy.dummy_backward(state.module(data(step, m)).square().mean())
+            buffers.end_micro_batch(m, None)
         norm = strategy.gradient_norm()
         strategy.clip_gradients(clip, norm)
         norms.append(float(norm))

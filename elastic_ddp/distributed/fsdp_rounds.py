@@ -1,0 +1,175 @@
+"""The collectives of FSDP's units: gathers of parameters, and the reduction of gradients after every micro-batch.
+
+Round k of a step has the micro-batches from k * W to k * W + W - 1, one for each rank. The backward of a round brings a
+unit's W gradients to the ranks that own their rows: each rank sends chunk r of its gradient to rank r, the bytes of a
+reduce-scatter. They are neighbouring leaves of the tree of `reduction_tree`, so they are added at once, like the carries
+of a binary counter: at most log2(M) + 1 shards of a unit exist between two rounds. The last round leaves the sum in the
+gradients. Its bits do not depend on the world size.
+
+FSDP2 takes these objects by `set_custom_all_gather` and `set_custom_reduce_scatter`. Unlike torch's own collectives,
+each wait ends if this rank aborts the process group.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from elastic_ddp.distributed.process_group import ProcessGroup, all_gather_single
+from elastic_ddp.distributed.reduction_tree import Node, fold_in, fold_to_root
+
+
+@dataclass
+class Round:
+    """What the units need to know of the backward that runs."""
+
+    group: ProcessGroup
+    num_leaves: int = 0
+    """Number of micro-batches of the step with rows."""
+    number: int = -1
+    """Number of the round in the step; -1 before the first."""
+    is_zero: bool = False
+    """Whether this rank's gradients count as zeros, whatever they are."""
+
+    @property
+    def is_last(self) -> bool:
+        return self.number == self.num_rounds - 1
+
+    @property
+    def num_rounds(self) -> int:
+        return -(-self.num_leaves // self.group.world_size)
+
+    @property
+    def leaves(self) -> range:
+        """The micro-batches of the round that count."""
+        first = self.number * self.group.world_size
+        return range(first, min(first + self.group.world_size, self.num_leaves))
+
+
+class _Collective:
+    """What FSDP2 asks of both kinds."""
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
+@dataclass
+class Gather(_Collective):
+    """Gathers the parameters of a unit."""
+
+    group: ProcessGroup
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        if not self.group.shares_device:
+            work = all_gather_single(output_tensor, input_tensor, async_op=True)
+            if async_op:
+                return work
+            self.group.wait(work)
+            return None
+        gathered = torch.empty_like(output_tensor, device="cpu")
+        self.group.wait(all_gather_single(gathered, input_tensor.cpu(), async_op=True))
+        output_tensor.copy_(gathered)
+        return None
+
+
+class Reduction(_Collective, ABC):
+    """Adds up the gradients of a unit over the rounds of a step, for the rows that this rank holds."""
+
+    def __init__(self, current: Round) -> None:
+        self._round = current
+        self.num_exchanges = 0
+        """Number of exchanges in this round."""
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: object,
+        async_op: bool = False,
+    ) -> None:
+        self.num_exchanges += 1
+        if self._round.group.world_size == 1:
+            output_tensor.copy_(input_tensor)  # some versions of torch do this by themselves
+            return
+        if self._round.is_zero:
+            input_tensor.zero_()
+        self._exchange(input_tensor)
+        if self._round.is_last:
+            output_tensor.copy_(self._take_sum())
+
+    @abstractmethod
+    def clear(self) -> None:
+        """Forgets the sums of an earlier step, which was interrupted."""
+
+    @abstractmethod
+    def _exchange(self, gradient: torch.Tensor) -> None:
+        """Exchanges the gradients of a round, and adds those of this rank's rows to the sum."""
+
+    @abstractmethod
+    def _take_sum(self) -> torch.Tensor:
+        """Returns the sum over all rounds, and forgets it."""
+
+
+class CanonicalSum(Reduction):
+    """Adds along the reduction tree."""
+
+    def __init__(self, current: Round) -> None:
+        super().__init__(current)
+        self._sums: dict[Node, torch.Tensor] = {}
+
+    def clear(self) -> None:
+        self._sums.clear()
+
+    def _exchange(self, gradient: torch.Tensor) -> None:
+        group = self._round.group
+        sent = gradient.to(group.transfer_device)
+        received = torch.empty_like(sent)
+        group.wait(dist.all_to_all_single(received, sent, async_op=True))
+        received = received.to(gradient.device)
+        for micro_batch, leaf in zip(self._round.leaves, received.chunk(group.world_size), strict=False):
+            fold_in(self._sums, Node(0, micro_batch), leaf, torch.Tensor.add_)
+        if not self._round.is_last:  # what is left must not keep the memory of the other leaves
+            storage = received.untyped_storage().data_ptr()
+            for node, value in self._sums.items():
+                if value.untyped_storage().data_ptr() == storage:
+                    self._sums[node] = value.clone()
+
+    def _take_sum(self) -> torch.Tensor:
+        total = fold_to_root(self._sums, self._round.num_leaves, torch.Tensor.add_)
+        self._sums.clear()
+        return total
+
+
+class NativeSum(Reduction):
+    """Reduces each round by torch's own reduce-scatter, and adds the rounds in order."""
+
+    def __init__(self, current: Round) -> None:
+        super().__init__(current)
+        self._sum: torch.Tensor | None = None
+
+    def clear(self) -> None:
+        self._sum = None
+
+    def _exchange(self, gradient: torch.Tensor) -> None:
+        group = self._round.group
+        sent = gradient.to(group.transfer_device)
+        received = sent.new_empty(sent.numel() // group.world_size)
+        group.wait(dist.reduce_scatter_tensor(received, sent, async_op=True))
+        received = received.to(gradient.device)
+        self._sum = received if self._sum is None else self._sum.add_(received)
+
+    def _take_sum(self) -> torch.Tensor:
+        assert self._sum is not None, "the step has at least one round"
+        total, self._sum = self._sum, None
+        return total
