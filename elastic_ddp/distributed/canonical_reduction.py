@@ -29,7 +29,6 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from elastic_ddp import torch_internals
 from elastic_ddp.distributed.process_group import ProcessGroup, all_gather_single
 from elastic_ddp.distributed.reduction_tree import Node, fold_in, fold_to_root, maximal_subtrees, with_rows
 from elastic_ddp.distributed.strategy import add_in_place, ignore, own_backward_error

@@ -214,8 +214,8 @@ def _leaves_early(group: ProcessGroup) -> str:
 
 def test_a_dummy_forward_does_not_count_as_a_micro_batch_of_the_loop() -> None:
     first, last = run_ranks(2, _leaves_early)
-    assert "before micro-batches [1] were computed" in first
-    assert "before micro-batches [2] were computed" in last
+    assert "before micro-batches [2] were computed" in first
+    assert "before micro-batches [1] were computed" in last, "its copy is missing"
 
 
 class Collectives(TorchDispatchMode):
@@ -230,9 +230,9 @@ class Collectives(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _communicated(group: ProcessGroup, reshard_after_forward: bool) -> dict[str, int]:
+def _communicated(group: ProcessGroup, reduction: str, reshard_after_forward: bool) -> dict[str, int]:
     """Returns the collectives of a step with two micro-batches on each rank, without those of clipping."""
-    config, state = prepared("fsdp", fsdp={"reshard_after_forward": reshard_after_forward})
+    config, state = prepared("fsdp", reduction=reduction, fsdp={"reshard_after_forward": reshard_after_forward})
     assert state.model is not None
     strategy = strategy_of(config)(state.model, config, group)
     strategy.shard(state.optimizers)
@@ -244,13 +244,20 @@ def _communicated(group: ProcessGroup, reshard_after_forward: bool) -> dict[str,
     return dict(communication.counts)
 
 
+@pytest.mark.parametrize(
+    ("reduction", "collective"),
+    [("canonical", "c10d::alltoall_base_"), ("native", "c10d::_reduce_scatter_base_")],
+    ids=["canonical", "native"],
+)
 @pytest.mark.parametrize("reshard_after_forward", [True, False])
-def test_accumulated_gradients_are_reduced_once(reshard_after_forward: bool) -> None:
-    """There are three units: two blocks, and the rest of the model."""
-    for counts in run_ranks(2, _communicated, reshard_after_forward):
-        assert counts["c10d::_reduce_scatter_base_"] == 3
-        # The rest of the model stays gathered from forward to backward, and all units between two micro-batches.
-        assert counts["c10d::_allgather_base_"] == (3 + 2 + 2 if reshard_after_forward else 3)
+def test_each_round_exchanges_the_gradients_of_each_unit_once(
+    reduction: str, collective: str, reshard_after_forward: bool
+) -> None:
+    """There are three units, two blocks and the rest of the model, and two rounds."""
+    for counts in run_ranks(2, _communicated, reduction, reshard_after_forward):
+        assert counts[collective] == 2 * 3
+        # The rest of the model stays gathered from forward to backward.
+        assert counts["c10d::_allgather_base_"] == 2 * (3 + 2 if reshard_after_forward else 3)
 
 
 def _in_bf16(group: ProcessGroup) -> tuple[set[str], set[str], str]:
@@ -383,19 +390,3 @@ def test_a_forward_without_a_backward_is_resharded() -> None:
 
 def _is_block(module: torch.nn.Module) -> bool:
     return isinstance(module, Block)
-
-
-def test_fsdp_uses_the_native_reduction() -> None:
-    settings: dict[str, Any] = {
-        "name": "x",
-        "storage": "/tmp",
-        "steps": 1,
-        "global_batch_size": 4,
-        "micro_batch_size": 1,
-        "strategy": "fsdp",
-    }
-    assert RunConfig(**settings).reduction == "native" and RunConfig(**settings | {"strategy": "ddp"}).reduction == (
-        "canonical"
-    )
-    with pytest.raises(ConfigError, match=r'reduction="canonical".*strategy="ddp"'):
-        RunConfig(**settings, reduction="canonical")

@@ -73,9 +73,9 @@ def _error_of(group: ProcessGroup, model: torch.nn.Module, wanted: list[str]) ->
 def _errors_on_all_ranks(group: ProcessGroup) -> list[str]:
     return [
         _error_of(group, Branches(), ["ab", "ab", "ab", "ab"]),
-        _error_of(group, Branches(), ["a", "a", "b", "b"]),
+        _error_of(group, Branches(), ["a", "b", "a", "b"]),
         _error_of(group, Branches(), ["a", "a", "a", "a"]),
-        _error_of(group, Branches(), ["ab", "a", "ab", "a"]),
+        _error_of(group, Branches(), ["ab", "ab", "a", "a"]),
         _error_of(group, Branches(is_reentrant=True), ["ab", "ab", "ab", "ab"]),
         _error_of(group, Branches(is_reentrant=True), ["a", "a", "a", "a"]),
         _error_of(group, Hidden(), [""] * 4),

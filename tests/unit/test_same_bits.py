@@ -15,13 +15,12 @@ from elastic_ddp.config.run_config import RunConfig
 from elastic_ddp.data.feed_cache import FeedCache
 from elastic_ddp.data.order import EpochShape
 from elastic_ddp.distributed.buffer_sync import StepBuffers
-from elastic_ddp.distributed.ddp import DDPStrategy
 from elastic_ddp.distributed.prepared_model import PreparedModel
 from elastic_ddp.distributed.process_group import ProcessGroup
 from elastic_ddp.distributed.state_transfer import check_same_model
 from elastic_ddp.errors import ConfigError
 from elastic_ddp.rendezvous.hang import Activity
-from elastic_ddp.worker.generation import Generation
+from elastic_ddp.worker.generation import Generation, strategy_of
 from elastic_ddp.worker.step import Step
 from elastic_ddp.worker.train_state import TrainState
 from tests.ranks import run_ranks
@@ -181,14 +180,17 @@ def train(
 ) -> dict[str, Any]:
     torch.manual_seed(7)
     model = model_type()
-    prepared = PreparedModel(model, device=torch.device("cpu"), bf16=config.precision == "bf16")
+    bf16 = config.precision == "bf16" and config.strategy == "ddp"
+    is_unit = getattr(model, "is_unit", lambda module: False)
+    prepared = PreparedModel(model, device=torch.device("cpu"), bf16=bf16, is_unit=is_unit)
     state = TrainState(model=prepared)
     trained = getattr(model, "trained", model.parameters)
     optimizer = torch.optim.AdamW(trained(), lr=0.05)
     state.add_optimizer(optimizer)
     state.add_scheduler(torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5))
     check_same_model(state.module, group)
-    strategy = DDPStrategy(prepared, config, group)
+    strategy = strategy_of(config)(prepared, config, group)
+    strategy.shard(state.optimizers)
     shape = EpochShape(num_rows, config.num_micro_batches, config.micro_batch_size)
     feed: Any = FakeFeed(shape, strategy.micro_batches)
     generation = Generation(
@@ -211,7 +213,8 @@ def train(
                 loss = torch.nn.functional.cross_entropy(model(batch["x"]), batch["y"])
                 step.log(double=2 * loss)
                 step.backward(loss)
-            add_noise(model, noise)
+            if noise:
+                add_noise(model, noise)
             step.optimize()
         losses.append(step.loss)
         assert step.metrics["double"] == pytest.approx(2 * step.loss, rel=1e-6)
