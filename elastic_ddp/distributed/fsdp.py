@@ -29,6 +29,7 @@ from elastic_ddp.distributed.process_group import ProcessGroup
 from elastic_ddp.distributed.reduction_tree import Node, dealt_micro_batches, fold_in, fold_to_root
 from elastic_ddp.distributed.row_norm import infinite_unless_finite, row_norm
 from elastic_ddp.distributed.strategy import Strategy, add_in_place, ignore, unused_parameters_error
+from elastic_ddp.errors import ConfigError
 from elastic_ddp.tensors.state_tree import Layout, local_part
 
 BATCH_NORMS = (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d, torch.nn.SyncBatchNorm)
@@ -97,8 +98,9 @@ class FSDPStrategy(Strategy):
             own = [location for location in locations if location.unit is unit]
             reduction = self._kind(self._round)
             if own:
-                sharded_unit.set_custom_all_gather(Gather(self._group))
-                sharded_unit.set_custom_reduce_scatter(reduction)
+                # Of their classes, which are private, torch uses two methods.
+                sharded_unit.set_custom_all_gather(Gather(self._group))  # type: ignore[arg-type]
+                sharded_unit.set_custom_reduce_scatter(reduction)  # type: ignore[arg-type]
                 sharded_unit.set_gradient_divide_factor(1.0)
                 sharded_unit.set_force_sum_reduction_for_comms(True)
             if any(location.parameter.requires_grad for location in own):

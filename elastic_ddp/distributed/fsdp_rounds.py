@@ -2,8 +2,8 @@
 
 Round k of a step has the micro-batches from k * W to k * W + W - 1, one for each rank. The backward of a round brings a
 unit's W gradients to the ranks that own their rows: each rank sends chunk r of its gradient to rank r, the bytes of a
-reduce-scatter. They are neighbouring leaves of the tree of `reduction_tree`, so they are added at once, like the carries
-of a binary counter: at most log2(M) + 1 shards of a unit exist between two rounds. The last round leaves the sum in the
+reduce-scatter. They are neighbouring leaves of the tree of `reduction_tree`, so they are added at once, as a binary
+counter carries: at most log2(M) + 1 shards of a unit exist between two rounds. The last round leaves the sum in the
 gradients. Its bits do not depend on the world size.
 
 FSDP2 takes these objects by `set_custom_all_gather` and `set_custom_reduce_scatter`. Unlike torch's own collectives,

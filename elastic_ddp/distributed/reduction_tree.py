@@ -6,8 +6,8 @@ Leaf m is micro-batch m. Node (level, number) covers the micro-batches from numb
 (number + 1) * 2^level - 1. A node without a right sibling moves up a level unchanged.
 
 With DDP a rank owns neighbouring micro-batches. It adds them into the largest subtrees that lie inside its range. The
-sums of these subtrees, brought together from all ranks, are then added up to the root. With FSDP micro-batches are dealt
-out in turn, so that each round brings neighbouring leaves of all ranks together, which are added at once.
+sums of these subtrees, brought together from all ranks, are then added up to the root. With FSDP micro-batches are
+dealt out in turn, so that each round brings neighbouring leaves of all ranks together, which are added at once.
 
 In the short last step of an epoch, the last micro-batches may have no rows. They are not leaves: adding zeros for them
 would turn -0.0 into 0.0, and only at some world sizes.
