@@ -7,6 +7,8 @@ and two workers (or `--workers`) of one thread each:
     native       ElasticTrainer with `reduction="native"`, the stock all-reduce
     canonical    ElasticTrainer with `reduction="canonical"`, the same bits at every world size
 
+With `--strategy fsdp`, each block is a unit of FSDP, and plain is `fully_shard`, which reduces every micro-batch.
+
 The load of other programs changes within seconds. So all sides are started and warmed up, and then take turns: one runs
 for ten seconds while all processes of the others, including Ray's, are stopped (SIGSTOP). A turn in which other
 programs used more than 5 % of the machine is repeated, until `--patience-s` has passed. Each round has one turn of each
@@ -37,13 +39,14 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 EXAMPLES = str(Path(__file__).resolve().parents[1] / "examples")
 sys.path.insert(0, EXAMPLES)
 
 from arguments import positive_int  # noqa: E402
-from gpt import GPT, next_byte_loss  # noqa: E402
+from gpt import GPT, Block, next_byte_loss  # noqa: E402
 from machine import busy_seconds, describe_machine, kill_all, processes_below, signal_all  # noqa: E402
 from windows import endless_batches, write_random_windows  # noqa: E402
 
@@ -55,7 +58,7 @@ MANY_STEPS = 1_000_000
 LOG_EVERY_STEPS = 10
 FOREIGN_SHARE = 0.05
 SIDES = ("plain", "native", "canonical")
-TARGETS = {"native": 0.95, "canonical": 0.85}
+TARGETS = {"ddp": {"native": 0.95, "canonical": 0.85}, "fsdp": {"native": 0.95, "canonical": 0.9}}
 
 
 class StepLog:
@@ -72,13 +75,13 @@ class StepLog:
 # elastic_ddp.
 
 
-def run_elastic(side: str, data: str, folder: str, workers: int, accumulate: int) -> None:
+def run_elastic(side: str, data: str, folder: str, workers: int, accumulate: int, strategy: str) -> None:
     import ray
 
     import elastic_ddp as ed
 
     def train(run: ed.Run) -> None:
-        model = run.prepare(GPT(**MODEL))
+        model = run.prepare(GPT(**MODEL), shard=Block if strategy == "fsdp" else None)
         run.prepare(torch.optim.AdamW(model.parameters(), lr=1e-3))
         log = None
         for step in run.steps():
@@ -97,6 +100,7 @@ def run_elastic(side: str, data: str, folder: str, workers: int, accumulate: int
         micro_batch_size=MICRO_BATCH_SIZE,
         min_workers=workers,
         max_workers=workers,
+        strategy=strategy,
         reduction=side,
         clip_grad_norm=1.0,
         log_every_steps=LOG_EVERY_STEPS,
@@ -109,18 +113,24 @@ def run_elastic(side: str, data: str, folder: str, workers: int, accumulate: int
 # Plain DDP, as a careful user would write it.
 
 
-def run_plain(data: str, folder: str, accumulate: int) -> None:
+def run_plain(data: str, folder: str, accumulate: int, strategy: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     torch.manual_seed(0)
-    model = DistributedDataParallel(GPT(**MODEL), gradient_as_bucket_view=True)
+    model: torch.nn.Module = GPT(**MODEL)
+    if strategy == "fsdp":
+        for unit in [*(module for module in model.modules() if isinstance(module, Block)), model]:
+            fully_shard(unit)
+    else:
+        model = DistributedDataParallel(model, gradient_as_bucket_view=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     batches = endless_batches(data, MICRO_BATCH_SIZE, num_workers=1)
     log = StepLog(folder, dist.get_rank())
     for step in range(MANY_STEPS):
         for micro_batch in range(accumulate):
             batch = next(batches)
-            with nullcontext() if micro_batch == accumulate - 1 else model.no_sync():
+            waits = isinstance(model, DistributedDataParallel) and micro_batch < accumulate - 1
+            with model.no_sync() if waits else nullcontext():
                 loss = next_byte_loss(model, batch) / accumulate
                 loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -144,7 +154,7 @@ class Turn:
 class Side:
     """One of the three ways to train, in processes of its own."""
 
-    def __init__(self, name: str, data: Path, folder: Path, *, workers: int, accumulate: int) -> None:
+    def __init__(self, name: str, data: Path, folder: Path, *, workers: int, accumulate: int, strategy: str) -> None:
         self.name, self._folder, self._num_workers = name, folder, workers
         folder.mkdir()
         launcher = [sys.executable]
@@ -154,7 +164,16 @@ class Side:
         path = os.pathsep.join(filter(None, [EXAMPLES, os.environ.get("PYTHONPATH")]))
         with (folder / "log").open("w") as log:
             self._process = subprocess.Popen(
-                [*launcher, *arguments, "--workers", str(workers), "--accumulate", str(accumulate)],
+                [
+                    *launcher,
+                    *arguments,
+                    "--workers",
+                    f"{workers}",
+                    "--accumulate",
+                    f"{accumulate}",
+                    "--strategy",
+                    strategy,
+                ],
                 stdout=log,
                 stderr=log,
                 env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
@@ -219,7 +238,15 @@ class Side:
 
 
 def measure(
-    data: Path, scratch: Path, *, workers: int, accumulate: int, rounds: int, turn_s: float, patience_s: float
+    data: Path,
+    scratch: Path,
+    *,
+    workers: int,
+    accumulate: int,
+    strategy: str,
+    rounds: int,
+    turn_s: float,
+    patience_s: float,
 ) -> dict[str, Any]:
     sides: list[Side] = []
     turns: dict[str, list[Turn]] = {name: [] for name in SIDES}
@@ -229,7 +256,8 @@ def measure(
             title = f"{accumulate} micro-batches per worker and step"
             task = progress.add_task(title, total=len(SIDES) * (1 + rounds))
             for name in SIDES:
-                sides.append(Side(name, data, scratch / f"{name}-{accumulate}", workers=workers, accumulate=accumulate))
+                job: dict[str, Any] = {"workers": workers, "accumulate": accumulate, "strategy": strategy}
+                sides.append(Side(name, data, scratch / f"{name}-{accumulate}", **job))
                 sides[-1].warm_up()
                 progress.advance(task)
             deadline = time.monotonic() + patience_s
@@ -268,8 +296,8 @@ def measure(
 
 
 def print_table(results: dict[str, Any], output: Path) -> None:
-    console = Console()
-    console.print(f"{results['model']}; {results['workers']} workers, one thread each, gloo")
+    console, targets = Console(), TARGETS[results["strategy"]]
+    console.print(f"{results['model']}; {results['strategy']}, {results['workers']} workers, one thread each, gloo")
     console.print(f"{results['machine']}")
     for setting in results["settings"]:
         title = f"M/W = {setting['micro_batches_per_worker']}, global batch {setting['global_batch_size']}"
@@ -283,7 +311,7 @@ def print_table(results: dict[str, Any], output: Path) -> None:
             table.add_row(
                 side,
                 f"{figures['samples_per_s']:.1f}",
-                *([*compared, f"{TARGETS[side]}"] if side in TARGETS else [""] * 3),
+                *([*compared, f"{targets[side]}"] if side in targets else [""] * 3),
                 f"{1000 * figures['worker_cpu_s_per_step']:.0f}",
                 f"{1000 * figures['other_cpu_s_per_step']:.0f}",
                 f"{figures['worker_peak_mib']:.0f}",
@@ -306,18 +334,20 @@ def main() -> None:
     parser.add_argument(
         "--accumulate", type=positive_int, nargs="+", default=[1, 4], help="micro-batches per worker and step, M/W"
     )
+    parser.add_argument("--strategy", choices=("ddp", "fsdp"), default="ddp")
     parser.add_argument("--phases", action="store_true", help="what it costs to measure the phases of steps")
     for hidden in ("--side", "--data", "--folder"):  # passed to the processes of a side
         parser.add_argument(hidden, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    name = "steps-phases.json" if options.phases else "steps.json"
+    name = "steps-phases.json" if options.phases else "steps-fsdp.json" if options.strategy == "fsdp" else "steps.json"
     options.output = options.output or Path("benchmarks/results", name)
     if options.side == "plain":
-        run_plain(options.data, options.folder, options.accumulate[0])
+        run_plain(options.data, options.folder, options.accumulate[0], options.strategy)
     elif options.phases:
         report_phases(options)
     elif options.side:
-        run_elastic(options.side, options.data, options.folder, options.workers, options.accumulate[0])
+        job = options.workers, options.accumulate[0], options.strategy
+        run_elastic(options.side, options.data, options.folder, *job)
     else:
         compare(options)
 
@@ -341,6 +371,7 @@ def compare(options: argparse.Namespace) -> None:
     results: dict[str, Any] = {
         "machine": describe_machine(),
         "model": f"GPT of {parameters / 1e6:.1f} M parameters, context {MODEL['context']}",
+        "strategy": options.strategy,
         "workers": options.workers,
         "micro_batch_size": MICRO_BATCH_SIZE,
         "rounds": options.rounds,
@@ -357,6 +388,7 @@ def compare(options: argparse.Namespace) -> None:
                     Path(name),
                     workers=options.workers,
                     accumulate=accumulate,
+                    strategy=options.strategy,
                     rounds=options.rounds,
                     turn_s=options.turn_s,
                     patience_s=options.patience_s,
