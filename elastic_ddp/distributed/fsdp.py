@@ -65,7 +65,7 @@ class FSDPStrategy(Strategy):
         self._round = Round(group)
         self._kind: type[Reduction] = CanonicalSum if config.reduction == "canonical" else NativeSum
         self._is_weighted = False
-        self._reductions: dict[torch.nn.Module, Reduction] = {}  # of the units with trained parameters
+        self._reductions: dict[str, Reduction] = {}  # of the units with trained parameters, by name
         self._alone: dict[Node, list[torch.Tensor]] = {}  # the sums if there is one rank, which exchanges nothing
 
     def shard(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
@@ -89,6 +89,7 @@ class FSDPStrategy(Strategy):
             # The loss is computed in float32.
             (module, replace(self._policy, output_dtype=torch.float32) if is_mixed else FP32),
         ]
+        unit_names = {submodule: name or "the model itself" for name, submodule in module.named_modules()}
         locations = locate_parameters(module, {unit for unit, _ in policies})
         check_shardable(locations)
         for unit, policy in policies:
@@ -104,7 +105,7 @@ class FSDPStrategy(Strategy):
                 sharded_unit.set_gradient_divide_factor(1.0)
                 sharded_unit.set_force_sum_reduction_for_comms(True)
             if any(location.parameter.requires_grad for location in own):
-                self._reductions[unit] = reduction
+                self._reductions[unit_names[unit]] = reduction
             unit.register_forward_pre_hook(partial(self._record_gathered, own))
             torch_internals.wrap_waits(unit, self._as_communication)
         self._trained = self._find_trained()
@@ -204,11 +205,11 @@ class FSDPStrategy(Strategy):
 
     def _check_exchanged(self) -> None:
         """Raises a ConfigError if the gradients of a unit were exchanged in several parts, whose order may differ."""
-        for unit, reduction in self._reductions.items():
+        for name, reduction in self._reductions.items():
             if reduction.num_exchanges != 1:
                 raise ConfigError(
-                    f"a backward reached {type(unit).__name__}, a unit of FSDP, {reduction.num_exchanges} times. Call "
-                    "each unit once in a forward, or leave its class out of run.prepare(model, shard=...)."
+                    f"a backward exchanged the gradients of the FSDP unit {name} {reduction.num_exchanges} times "
+                    "instead of once. Leave its class out of run.prepare(model, shard=...) and fsdp.shard_classes."
                 )
 
     def _fold_alone(self) -> None:

@@ -1,0 +1,86 @@
+"""Waits of FSDP's collectives end when the process group is aborted."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from elastic_ddp.distributed.process_group import ProcessGroup, is_peer_failure
+from elastic_ddp.errors import ConfigError
+from elastic_ddp.worker.generation import strategy_of
+from tests.ranks import abort_when, run_ranks, set_key
+from tests.unit.test_fsdp import SIZE, M, data, prepared
+
+KEY = "rank 1 failed"
+
+
+def _waits_for_a_peer(group: ProcessGroup, reduction: str, part: str) -> tuple[bool, float]:
+    """Rank 1 leaves out a part of a step. Returns whether rank 0 noticed its failure, and seconds after the abort."""
+    config, state = prepared("fsdp", reduction=reduction)
+    assert state.model is not None
+    strategy: Any = strategy_of(config)(state.model, config, group)
+    strategy.shard(state.optimizers)
+    strategy.begin_step(np.full(M, SIZE))
+    m = strategy.to_compute[0]
+    strategy.prepare_forward(m)
+    if group.rank == 0:
+        abort_when(group, KEY)
+    failed = False
+    try:
+        if group.rank == 1 and part == "forward":
+            raise ConfigError("left out")
+        loss = state.module(data(0, m)).square().mean()
+        if group.rank == 1 and part == "backward":
+            raise ConfigError("left out")
+        strategy.backward(loss, m)
+        if group.rank == 1:
+            raise ConfigError("left out")
+        strategy.gradient_norm()
+    except ConfigError:
+        time.sleep(0.5)  # rank 0 waits by then
+        set_key(group, KEY)
+        began_at = time.monotonic()
+        time.sleep(1.0)
+    except Exception as error:
+        began_at, failed = time.monotonic(), is_peer_failure(error)
+    group.close(intact=False)
+    return failed, began_at
+
+
+@pytest.mark.parametrize("reduction", ["canonical", "native"])
+@pytest.mark.parametrize("part", ["forward", "backward"])
+def test_an_abort_ends_a_wait_for_a_peer(reduction: str, part: str) -> None:
+    (failed, noticed_at), (_, aborted_at) = run_ranks(2, _waits_for_a_peer, reduction, part)
+    assert failed and noticed_at - aborted_at < 10.0, "the group's timeout is 60 s"
+
+
+def _exchanges_twice(group: ProcessGroup) -> str:
+    config, state = prepared("fsdp")
+    assert state.model is not None
+    strategy: Any = strategy_of(config)(state.model, config, group)
+    strategy.shard(state.optimizers)
+    strategy.begin_step(np.full(M, SIZE))
+    m = strategy.to_compute[0]
+    strategy.prepare_forward(m)
+    loss = state.module(data(0, m)).square().mean()
+    first = next(iter(strategy._reductions.values()))
+    shape = torch.zeros(2 * group.world_size)
+
+    def exchange_before(gradient: torch.Tensor) -> None:
+        first(torch.zeros(2), shape, None, None)
+
+    loss.register_hook(exchange_before)
+    try:
+        strategy.backward(loss, m)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def test_gradients_that_are_exchanged_in_parts_are_refused() -> None:
+    for error in run_ranks(2, _exchanges_twice):
+        assert "gradients of the FSDP unit blocks.1 2 times instead of once" in error
