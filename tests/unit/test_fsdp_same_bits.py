@@ -72,13 +72,13 @@ CASES: dict[str, tuple[dict[str, Any], int, type[torch.nn.Module]]] = {
 
 def train_each(group: ProcessGroup) -> dict[str, Any]:
     return {
-        name: train(group, config_of(strategy="fsdp", **changes), num_rows, model_type)
+        name: train(group, config_of(strategy="fsdp", steps=3, **changes), num_rows, model_type)
         for name, (changes, num_rows, model_type) in CASES.items()
     }
 
 
 def train_in_full_precision(group: ProcessGroup) -> dict[str, Any]:
-    return train(group, config_of(clip_grad_norm=None), 1000, BlocksModel)
+    return train(group, config_of(clip_grad_norm=None, steps=3), 1000, BlocksModel)
 
 
 def test_weights_and_losses_have_the_same_bits_at_every_world_size() -> None:

@@ -204,7 +204,7 @@ def train(
         clip_grad_norm=config.clip_grad_norm,
         activity=Activity(),
     )
-    losses = []
+    losses, gathered = [], []
     assert config.steps
     for index in range(config.steps):
         step = Step(generation, shape.rows(index), shape.epoch_of(index), dict, is_logged=True)
@@ -212,17 +212,20 @@ def train(
             for batch in step.micro_batches():
                 loss = torch.nn.functional.cross_entropy(model(batch["x"]), batch["y"])
                 step.log(double=2 * loss)
+                step.gather(x=batch["x"][:, :3])
                 step.backward(loss)
             if noise:
                 add_noise(model, noise)
             step.optimize()
         losses.append(step.loss)
+        gathered.append(step.gathered["x"])
         assert step.metrics["double"] == pytest.approx(2 * step.loss, rel=1e-6)
     result = {
         "weights": state.weights_sha256(),
         "samples": state.position.samples_sha256,
         "count": state.position.samples,
         "losses": losses,
+        "gathered": torch.cat(gathered).tolist(),
         "constant": model.constant.tolist() if isinstance(model, Model) else None,
     }
     strategy.close()
