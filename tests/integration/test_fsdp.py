@@ -8,22 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import elastic_ddp as ed
 from elastic_ddp.storage.storage import Storage
 from elastic_ddp.telemetry import read_ledger
-from elastic_ddp.worker.job import COMMITS
 from tests.integration import jobs
-from tests.single_rank_store import SingleRankStore
 
 pytestmark = pytest.mark.slow
 
 
-def fit(
-    folder: Path, name: str, fault: Callable[..., None] | None = None, **changes: Any
-) -> tuple[Mapping[str, Any], dict[str, torch.Tensor]]:
-    """Trains on up to two workers. Returns the summary with the validation loss, and the final weights."""
+def fit(folder: Path, name: str, fault: Callable[..., None] | None = None, **changes: Any) -> Mapping[str, Any]:
+    """Trains on up to two workers. Returns the summary with the validation loss."""
     storage, held_out = str(folder / "runs"), folder / "held-out"
     if not held_out.exists():
         held_out.mkdir()
@@ -31,18 +26,8 @@ def fit(
     config = jobs.settings(storage, name, 2, **{"min_workers": 1, "resize_interval_s": 1.0, **changes})
     train = jobs.make_train(fault, str(held_out))
     result = ed.ElasticTrainer(train, str(folder / "data"), config, transform=jobs.jitter).fit()
-    store = SingleRankStore(Storage(storage).at(name).at(COMMITS), keep=1)
-    newest = store.load_latest()
-    assert newest is not None and newest[0].step == result.steps
     [evaluated] = [event for event in read_ledger(Storage(storage).at(name)) if event.event == "evaluation"][-1:]
-    return {**result.summary, "validation": evaluated.loss}, newest[1]["model"]
-
-
-def assert_alike(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> None:
-    """Compares weights, except a bias before a normalization: its gradient is only rounding errors."""
-    assert found.keys() == expected.keys()
-    for name in expected.keys() - {"0.bias", "1.running_mean"}:
-        torch.testing.assert_close(found[name], expected[name], rtol=1e-4, atol=1e-5)
+    return {**result.summary, "validation": evaluated.loss}
 
 
 @pytest.mark.chaos
@@ -50,14 +35,11 @@ def assert_alike(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch
 @pytest.mark.parametrize("rank", [0, 1])
 def test_an_fsdp_run_resumes_from_its_newest_commit_when_membership_changes(folder: Path, rank: int) -> None:
     """If rank 0 fails, the other worker becomes rank 0 and holds other shards."""
-    replicated, expected = fit(folder, "replicated", reduction="native")
-    disturbed, ends = fit(
-        folder, "disturbed", jobs.kill_and_replace(folder / "killed", rank=rank, step=17), strategy="fsdp"
-    )
-    for key in ("status", "steps", "samples", "samples_sha256"):
-        assert disturbed[key] == replicated[key], key
-    assert disturbed["validation"] == pytest.approx(replicated["validation"], rel=1e-3)
-    assert_alike(ends, expected)
+    replicated = fit(folder, "replicated", clip_grad_norm=None)
+    kill = jobs.kill_and_replace(folder / "killed", rank=rank, step=17)
+    disturbed = fit(folder, "disturbed", kill, strategy="fsdp", clip_grad_norm=None)
+    assert jobs.same_bits(disturbed, replicated)
+    assert all(disturbed[key] == replicated[key] for key in ("status", "steps", "validation"))
 
     first, second, third = disturbed["generations"]
     assert [each["world_size"] for each in (first, second, third)] == [2, 1, 2]
@@ -83,13 +65,11 @@ def test_a_worker_of_an_fsdp_run_that_hangs_is_replaced(folder: Path) -> None:
             marker.touch()
             threading.Event().wait()
 
-    calm, expected = fit(folder, "undisturbed", strategy="fsdp")
+    calm = fit(folder, "undisturbed", strategy="fsdp")
     timeouts = {"hang_timeout_s": 8.0, "heartbeat_timeout_s": 8.0}
-    found, weights = fit(folder, "hangs", fault, strategy="fsdp", **timeouts)
+    found = fit(folder, "hangs", fault, strategy="fsdp", **timeouts)
     assert marker.exists()
-    for key in ("status", "steps", "samples", "samples_sha256"):
-        assert found[key] == calm[key], key
-    assert_alike(weights, expected)
+    assert jobs.same_bits(found, calm) and (found["status"], found["steps"]) == (calm["status"], calm["steps"])
     hangs = [event for event in read_ledger(Storage(str(folder / "runs")).at("hangs")) if event.event == "hang"]
     assert [len(event.culprits) for event in hangs] in ([0, 1], [1]), "only the worker that the other one waited for"
     assert found["workers_lost"] == 1
@@ -97,9 +77,9 @@ def test_a_worker_of_an_fsdp_run_that_hangs_is_replaced(folder: Path) -> None:
 
 @pytest.mark.usefixtures("local_ray")
 @pytest.mark.chaos
-def test_an_fsdp_run_can_resume_with_a_replicated_model(folder: Path) -> None:
-    fit(folder, "switches", strategy="fsdp", steps=20)
-    summary, weights = fit(folder, "switches", reduction="native")
-    _, expected = fit(folder, "replicated", reduction="native")
-    assert (summary["sessions"], summary["steps"]) == (2, 44)
-    assert_alike(weights, expected)
+def test_a_run_may_switch_between_sharded_and_replicated_models(folder: Path) -> None:
+    fit(folder, "switches", strategy="fsdp", steps=20, clip_grad_norm=None)
+    fit(folder, "switches", steps=30, clip_grad_norm=None)
+    switched = fit(folder, "switches", strategy="fsdp", clip_grad_norm=None)
+    assert (switched["sessions"], switched["steps"]) == (3, 44)
+    assert jobs.same_bits(switched, fit(folder, "replicated", clip_grad_norm=None))
