@@ -3,6 +3,28 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
+
+
+class Shards(NamedTuple):
+    """The shards of a state that a member holds; see `fsdp`."""
+
+    num: int
+    """Number of shards of the whole state."""
+    held: tuple[int, ...]
+    """The numbers of those that it holds, from 0."""
+
+
+@dataclass(frozen=True)
+class Resharding:
+    """How the shards of a state change hands as a generation begins."""
+
+    num: int
+    """Number of shards before."""
+    holders: tuple[int, ...]
+    """For each shard, the rank that holds it."""
+    keepers: tuple[int, ...]
+    """The ranks that hold one shard each afterwards, in the order of the shards."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,6 +44,8 @@ class Assignment:
     """The number of steps done in that state."""
     handover_only: bool = False
     """The generation makes no step. Its members hand over or commit the state, and rejoin."""
+    resharding: Resharding | None = None
+    """Set if the state is in shards."""
     same_members: bool = False
     """The generation has the members of the one before it."""
     in_collective_task: bool = False

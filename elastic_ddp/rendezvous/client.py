@@ -15,7 +15,7 @@ from typing import Any, cast
 
 import ray
 
-from elastic_ddp.distributed.assignment import Assignment
+from elastic_ddp.distributed.assignment import Assignment, Shards
 from elastic_ddp.rendezvous.actor import RendezvousHandle
 from elastic_ddp.rendezvous.hang import Activity, stacks
 from elastic_ddp.rendezvous.heartbeat import Heartbeat
@@ -133,12 +133,13 @@ class RendezvousClient:
         committed: int | None = None,
         account: dict[str, float] | None = None,
         resumable: bool = True,
+        shards: Shards | None = None,
         while_waiting: Callable[[PlannedAssignment], object] = lambda planned: None,
     ) -> Assignment:
         """Waits for the next generation and returns this worker's place in it.
 
         Args:
-            step, between_steps, committed, resumable: as in `JoinRequest`.
+            step, between_steps, committed, resumable, shards: as in `JoinRequest`.
             failure, account: as in `Rendezvous.join`.
             while_waiting: called now and then with the place that it may get.
 
@@ -146,7 +147,12 @@ class RendezvousClient:
             RunStopped: this worker gets no further generation.
         """
         request = JoinRequest(
-            member=self.member, step=step, between_steps=between_steps, resumable=resumable, committed=committed
+            member=self.member,
+            step=step,
+            between_steps=between_steps,
+            resumable=resumable,
+            shards=shards,
+            committed=committed,
         )
         while True:
             answer: Assignment | Ended | PlannedAssignment | None

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Set
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from elastic_ddp.distributed.assignment import Assignment
+from elastic_ddp.distributed.assignment import Assignment, Resharding, Shards
 from elastic_ddp.telemetry.event import STARTED, WORKER_FAILED
 from elastic_ddp.telemetry.events import GenerationFormed
 
@@ -74,6 +74,8 @@ class JoinRequest:
     that started it can finish."""
     resumable: bool = True
     """Whether another member can continue from its state; False inside a step's block and after the loop."""
+    shards: Shards | None = None
+    """The shards of the state that it holds; None if it holds the whole state, or none."""
     committed: int | None = None
     """Steps done in the newest commit that it wrote itself."""
     at_s: float = 0.0
@@ -96,6 +98,8 @@ class FormedGeneration:
     reason: str
     handover_only: bool = False
     """It makes no step: leaving members transfer the state, or commit it, and all request another generation."""
+    resharding: Resharding | None = None
+    """How shards change hands; None if there are none."""
     same_members: bool = False
     """Whether it has the members of the previous generation."""
     in_collective_task: bool = False
@@ -121,6 +125,7 @@ class FormedGeneration:
             reason=self.reason,
             first_step=self.first_step,
             handover_only=self.handover_only,
+            resharding=self.resharding,
             same_members=self.same_members,
             in_collective_task=self.in_collective_task,
             num_nodes=len({member.node_id for member in self.members}),
@@ -161,8 +166,28 @@ def reason_for(before: FormedGeneration | None, failure: str | None, after: Set[
 
 
 def newest_step(requests: list[JoinRequest]) -> int | None:
-    """Returns the number of steps done in the newest state among the requests, or None if there is no state."""
-    return max((request.step for request in requests if request.step is not None), default=None)
+    """Returns the number of steps done in the newest state among the requests, or None if there is no state.
+
+    A state in shards exists if the requests together hold all of them.
+    """
+    return max(
+        (request.step for request in requests if request.step is not None and _exists(request, requests)), default=None
+    )
+
+
+def _exists(request: JoinRequest, requests: list[JoinRequest]) -> bool:
+    """Whether the state of a request exists as a whole."""
+    return request.shards is None or len(holders(request.step, request.shards.num, requests)) == request.shards.num
+
+
+def holders(step: int | None, num: int, requests: list[JoinRequest]) -> dict[int, int]:
+    """Returns for each shard of a state the position of the first request that holds it."""
+    found: dict[int, int] = {}
+    for position, request in enumerate(requests):
+        if request.step == step and request.shards is not None and request.shards.num == num:
+            for shard in request.shards.held:
+                found.setdefault(shard, position)
+    return found
 
 
 def is_committed(requests: list[JoinRequest]) -> bool:
@@ -179,9 +204,31 @@ def keeps_state(remaining: list[JoinRequest], requests: list[JoinRequest]) -> bo
 def select_with_newest(requests: list[JoinRequest], most: int) -> list[JoinRequest]:
     """Returns the `most` senior requests. The last one makes room for a holder of the newest state if needed."""
     chosen, newest = requests[:most], newest_step(requests)
-    if newest is None or newest_step(chosen) == newest:
+    if newest is None or newest_step(chosen) == newest or has_shards(requests):
         return chosen
     return [*chosen[:-1], next(request for request in requests if request.step == newest)]
+
+
+def has_shards(requests: list[JoinRequest]) -> bool:
+    """Whether the newest state among the requests is in shards."""
+    newest = newest_step(requests)
+    return newest is not None and any(request.step == newest and request.shards is not None for request in requests)
+
+
+def resharding(requests: list[JoinRequest], keepers: Collection[str]) -> Resharding | None:
+    """Returns how the shards of the newest state change hands; None if it is not in shards.
+
+    Args:
+        requests: of the members of the generation, in rank order.
+        keepers: ids of the members that hold one shard each afterwards.
+    """
+    newest = newest_step(requests)
+    num = next((each.shards.num for each in requests if each.step == newest and each.shards is not None), None)
+    if newest is None or num is None:
+        return None
+    of_shard = holders(newest, num, requests)
+    kept = tuple(rank for rank, request in enumerate(requests) if request.member.id in keepers)
+    return Resharding(num, tuple(of_shard[shard] for shard in range(num)), kept)
 
 
 def evenly(num_workers: int, num_micro_batches: int | None) -> int:

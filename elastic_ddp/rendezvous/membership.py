@@ -17,10 +17,12 @@ from elastic_ddp.rendezvous.members import (
     by_seniority,
     evenly,
     has_group_joined,
+    has_shards,
     is_committed,
     keeps_state,
     newest_step,
     reason_for,
+    resharding,
     select_with_newest,
 )
 
@@ -334,6 +336,12 @@ class Membership:
         if len(staying) < least and notices and not any(notice.is_urgent(now_s) for notice in notices):
             staying = requests  # leaving members are needed, and have the time
         most = evenly(min(self.limit, len(staying)), self.evenly_divided)
+        if has_shards(requests) and not keeps_state(staying[:most], requests):
+            # All members that hold a shard hand over the rows that others keep.
+            newest = newest_step(requests)
+            holding = [request for request in requests if request.step == newest]
+            others = [request for request in staying if request not in holding]
+            return [*holding, *others[: max(0, self.max_workers - len(holding))]], True
         if not keeps_state(staying, requests):
             # Only leaving members hold the newest state. One of them transfers it, or commits it if no member can
             # receive it. That matters more than min_workers.
@@ -358,6 +366,7 @@ class Membership:
             first_step=newest,
             reason=reason_for(self.current, self.failure, ids, handover_only=handover_only),
             handover_only=handover_only,
+            resharding=resharding(chosen, self._keepers(chosen, handover_only=handover_only)),
             same_members=self.current is not None and self.current.ids == ids,
             in_collective_task=not handover_only and any(not request.between_steps for request in chosen),
             waited_s=0.0 if self._too_few_since is None else now_s - self._too_few_since,
@@ -367,6 +376,13 @@ class Membership:
             del self._waiting[member]
         self.current, self.failure = formed, None
         return formed
+
+    def _keepers(self, chosen: list[JoinRequest], *, handover_only: bool) -> set[str]:
+        """Returns the members that hold shards in a generation, or after one that only hands them over."""
+        if not handover_only:
+            return {request.member.id for request in chosen}
+        staying = by_seniority(self._staying(chosen), [member.id for member in self._alive()])
+        return {request.member.id for request in staying[: evenly(min(self.limit, len(staying)), self.evenly_divided)]}
 
     def _alive(self) -> list[Member]:
         """Members of the current generation that have not failed or left, in rank order."""

@@ -1,0 +1,135 @@
+"""Moves the shards of a state from the ranks of one generation to those of the next, from memory to memory.
+
+Shard i of N has the rows of dimension 0 that `torch.chunk` gives it: rows i * c to i * c + c - 1, with c = ceil(n / N).
+From this, each rank knows which rows it sends to which rank. Tensors travel in batches of `BATCH_BYTES`, so that no
+rank needs memory for more than its shards before and after, and a batch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+import torch.distributed as dist
+
+from elastic_ddp.distributed.assignment import Resharding
+from elastic_ddp.distributed.process_group import ProcessGroup
+from elastic_ddp.tensors.state_tree import ravel
+
+BATCH_BYTES = 64 << 20
+"""Bytes of all ranks that one exchange moves, unless one tensor is larger."""
+
+
+@dataclass(frozen=True)
+class Spec:
+    """A sharded tensor as a whole."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def row_bytes(self) -> int:
+        return math.prod(self.shape[1:]) * self.dtype.itemsize
+
+
+def rows_of(num_rows: int, shard: int, num: int) -> range:
+    """Returns the rows of a shard."""
+    length = -(-num_rows // num)
+    return range(min(shard * length, num_rows), min((shard + 1) * length, num_rows))
+
+
+def move_rows(
+    specs: Mapping[str, Spec],
+    held: Mapping[str, torch.Tensor],
+    resharding: Resharding,
+    group: ProcessGroup,
+    tick: Callable[[], None] = lambda: None,
+) -> dict[str, torch.Tensor]:
+    """Returns the rows that this rank keeps, by name; empty if it keeps none. Collective.
+
+    Args:
+        specs: all sharded tensors, in the same order on all ranks.
+        held: the rows of this rank's shard of each; empty if it holds none.
+        resharding: who holds and who keeps which shard.
+        group: the ranks.
+        tick: called after each batch.
+    """
+    kept: dict[str, torch.Tensor] = {}
+    for batch in _batches(specs):
+        kept |= _move(batch, held, resharding, group)
+        tick()
+    return kept
+
+
+def _batches(specs: Mapping[str, Spec]) -> Iterator[dict[str, Spec]]:
+    batch: dict[str, Spec] = {}
+    num_bytes = 0
+    for name, spec in specs.items():
+        size = spec.shape[0] * spec.row_bytes
+        if batch and num_bytes + size > BATCH_BYTES:
+            yield batch
+            batch, num_bytes = {}, 0
+        batch[name], num_bytes = spec, num_bytes + size
+    if batch:
+        yield batch
+
+
+def _overlaps(spec: Spec, resharding: Resharding, rank: int) -> Iterator[tuple[int, range]]:
+    """Yields the rows that a rank keeps, in order, each with the number of the shard that has them now."""
+    if rank not in resharding.keepers:
+        return
+    wanted = rows_of(spec.shape[0], resharding.keepers.index(rank), len(resharding.keepers))
+    for shard in range(resharding.num):
+        rows = rows_of(spec.shape[0], shard, resharding.num)
+        if both := range(max(rows.start, wanted.start), min(rows.stop, wanted.stop)):
+            yield shard, both
+
+
+def _move(
+    batch: Mapping[str, Spec], held: Mapping[str, torch.Tensor], resharding: Resharding, group: ProcessGroup
+) -> dict[str, torch.Tensor]:
+    own, world_size = group.rank, group.world_size
+    to_send: list[list[torch.Tensor]] = [[] for _ in range(world_size)]
+    sizes = [0] * world_size  # in bytes, of what each rank sends to this one
+    for name, spec in batch.items():
+        for rank in range(world_size):
+            for shard, rows in _overlaps(spec, resharding, rank):
+                if resharding.holders[shard] == own:
+                    first = rows_of(spec.shape[0], shard, resharding.num).start
+                    part = held[name][rows.start - first : rows.stop - first]
+                    to_send[rank].append(ravel(part).view(torch.uint8))
+                if rank == own:
+                    sizes[resharding.holders[shard]] += len(rows) * spec.row_bytes
+    received = _exchange([_joined(parts, group) for parts in to_send], sizes, group)
+    offsets = [0] * world_size
+    kept = {}
+    for name, spec in batch.items():
+        if own not in resharding.keepers:
+            continue
+        parts = []
+        for shard, rows in _overlaps(spec, resharding, own):
+            source, size = resharding.holders[shard], len(rows) * spec.row_bytes
+            parts.append(received[source][offsets[source] : offsets[source] + size])
+            offsets[source] += size
+        content = torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8, device=group.device)
+        kept[name] = content.to(group.device).view(spec.dtype).view(-1, *spec.shape[1:])
+    return kept
+
+
+def _joined(parts: Sequence[torch.Tensor], group: ProcessGroup) -> torch.Tensor:
+    empty = torch.empty(0, dtype=torch.uint8, device=group.transfer_device)
+    return torch.cat(list(parts)).to(group.transfer_device) if parts else empty
+
+
+def _exchange(send: Sequence[torch.Tensor], sizes: Sequence[int], group: ProcessGroup) -> list[torch.Tensor]:
+    """Sends bytes to each rank. Returns those of each rank, whose sizes are known."""
+    if group.world_size == 1:
+        return [send[0]]
+    received = send[0].new_empty(sum(sizes))
+    lengths = [len(part) for part in send]
+    group.wait(dist.all_to_all_single(received, torch.cat(list(send)), list(sizes), lengths, async_op=True))
+    bounds = [sum(sizes[:rank]) for rank in range(group.world_size + 1)]
+    return [received[low:high] for low, high in pairwise(bounds)]

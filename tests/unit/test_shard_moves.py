@@ -1,0 +1,73 @@
+"""Shards move from the ranks of one generation to those of another."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from elastic_ddp.distributed import shard_moves
+from elastic_ddp.distributed.assignment import Resharding
+from elastic_ddp.distributed.process_group import ProcessGroup
+from elastic_ddp.distributed.shard_moves import Spec, move_rows, rows_of
+from tests.ranks import run_ranks
+
+WHOLE = {
+    "matrix": torch.arange(7 * 3, dtype=torch.float32).view(7, 3),
+    "half": torch.arange(5, dtype=torch.bfloat16),
+    "one": torch.tensor([True]),
+    "cube": torch.arange(11 * 2 * 2, dtype=torch.int64).view(11, 2, 2),
+    "empty": torch.empty(0, 4),
+}
+SPECS = {name: Spec(tuple(tensor.shape), tensor.dtype) for name, tensor in WHOLE.items()}
+
+
+def test_shards_are_those_of_torch_chunk() -> None:
+    for num_rows in range(1, 20):
+        for num in range(1, 8):
+            chunks = [len(chunk) for chunk in torch.arange(num_rows).chunk(num)]
+            found = [len(rows_of(num_rows, shard, num)) for shard in range(num)]
+            assert found == chunks + [0] * (num - len(chunks))
+
+
+def shards_of(shard: int, num: int) -> dict[str, torch.Tensor]:
+    return {
+        name: tensor[rows.start : rows.stop]
+        for name, tensor in WHOLE.items()
+        for rows in [rows_of(len(tensor), shard, num)]
+    }
+
+
+def moved(group: ProcessGroup, plans: list[Resharding], batch_bytes: int) -> list[dict[str, Any]]:
+    shard_moves.BATCH_BYTES = batch_bytes
+    results = []
+    for plan in plans:
+        own = [shard for shard, holder in enumerate(plan.holders) if holder == group.rank][:1]
+        held = shards_of(own[0], plan.num) if own else {}
+        results.append({name: rows.tolist() for name, rows in move_rows(SPECS, held, plan, group).items()})
+    return results
+
+
+@pytest.mark.parametrize("batch_bytes", [40, 1 << 20])
+def test_each_keeper_gets_the_rows_of_its_shard(batch_bytes: int) -> None:
+    plans = [
+        Resharding(3, (0, 1, 2), (0, 1, 2)),  # nothing moves
+        Resharding(3, (2, 0, 1), (0, 1, 2)),  # ranks change
+        Resharding(2, (0, 1), (0, 1, 2)),  # one joins
+        Resharding(1, (1,), (0, 1, 2)),
+        Resharding(3, (0, 1, 2), (2,)),  # two leave
+        Resharding(3, (0, 1, 2), (2, 1)),
+        Resharding(2, (2, 0), (1,)),
+    ]
+    for rank, results in enumerate(run_ranks(3, moved, plans, batch_bytes)):
+        for plan, found in zip(plans, results, strict=True):
+            expected = {}
+            if rank in plan.keepers:
+                expected = shards_of(plan.keepers.index(rank), len(plan.keepers))
+            assert found == {name: rows.tolist() for name, rows in expected.items()}, (rank, plan)
+
+
+def test_a_single_rank_keeps_its_rows() -> None:
+    [[found]] = run_ranks(1, moved, [Resharding(1, (0,), (0,))], 1 << 20)
+    assert found == {name: tensor.tolist() for name, tensor in WHOLE.items()}
