@@ -199,11 +199,50 @@ def wrap_waits(unit: torch.nn.Module, wrap: Callable[[Callable[..., Any]], Calla
     With gloo, `unshard` gathers the parameters and `post_backward` reduces the gradients. On a GPU, both run on other
     streams, and `wait_for_unshard` waits. Torch 2.11 may have one group of parameters for each unit.
     """
-    state = unit._get_fsdp_state()  # type: ignore[operator]
-    one = getattr(state, "_fsdp_param_group", None)
-    for group in getattr(state, "_fsdp_param_groups", [one] if one is not None else []):
+    for group in _parameter_groups(unit._get_fsdp_state()):  # type: ignore[operator]
         for name in ("unshard", "wait_for_unshard", "post_backward"):
             setattr(group, name, wrap(getattr(group, name)))
+
+
+def _parameter_groups(state: Any) -> list[Any]:
+    one = getattr(state, "_fsdp_param_group", None)
+    return list(getattr(state, "_fsdp_param_groups", [one] if one is not None else []))
+
+
+def take_off_fsdp(module: torch.nn.Module) -> dict[torch.nn.Parameter, torch.nn.Parameter]:
+    """Undoes `fully_shard` on all units of a model, which torch has no function for. Hooks of others stay.
+
+    Returns, by the shards, the parameters that replace them: of the whole shape, on the meta device.
+    """
+    from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
+    from torch.distributed._composable_state import _module_state_mapping
+
+    replaced: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
+    for unit in [each for each in module.modules() if hasattr(each, "_get_fsdp_state")]:
+        state: Any = unit._get_fsdp_state()  # type: ignore[operator]
+        handles = [state._pre_forward_hook_handle, state._post_forward_hook_handle]
+        for group in _parameter_groups(state):
+            handles += group._module_to_pre_save_state_dict_hook_handle.values()
+            handles += group._module_to_pre_load_state_dict_hook_handle.values()
+            for each in group.fsdp_params:
+                handles.append(each._post_load_hook_handle)
+                shard, place = each.sharded_param, each._module_info
+                whole = torch.empty(shard.shape, dtype=shard.dtype, device="meta")
+                replaced[shard] = torch.nn.Parameter(whole, requires_grad=shard.requires_grad)
+                for owner, name in (
+                    (place.module, place.param_name),
+                    *zip(place.shared_modules, place.shared_param_names, strict=True),
+                ):
+                    owner._parameters[name] = replaced[shard]
+        for handle in handles:
+            handle.remove()
+        for key in (STATE_KEY, REGISTRY_KEY):
+            entries: dict[Any, Any] = unit.__dict__[key]
+            for name in [name for name in entries if getattr(name, "__name__", name) == "fully_shard"]:
+                del entries[name]
+        _module_state_mapping.pop(unit)
+        unit.__class__ = type(unit).__mro__[2]  # after the class that `fully_shard` made, and FSDPModule
+    return replaced
 
 
 def restart_group_numbers() -> None:

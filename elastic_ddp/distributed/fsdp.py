@@ -30,6 +30,7 @@ from elastic_ddp.distributed.reduction_tree import Node, dealt_micro_batches, fo
 from elastic_ddp.distributed.row_norm import infinite_unless_finite, row_norm
 from elastic_ddp.distributed.strategy import Strategy, add_in_place, ignore, unused_parameters_error
 from elastic_ddp.errors import ConfigError
+from elastic_ddp.tensors.dtensor import shard_of
 from elastic_ddp.tensors.state_tree import Layout, local_part
 
 BATCH_NORMS = (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d, torch.nn.SyncBatchNorm)
@@ -65,11 +66,14 @@ class FSDPStrategy(Strategy):
         self._round = Round(group)
         self._kind: type[Reduction] = CanonicalSum if config.reduction == "canonical" else NativeSum
         self._is_weighted = False
+        self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self._reductions: dict[str, Reduction] = {}  # of the units with trained parameters, by name
         self._alone: dict[Node, list[torch.Tensor]] = {}  # the sums if there is one rank, which exchanges nothing
 
     def shard(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         module = self._model.module
+        # In a model that was sharded before, parameters have no values now. The caller loads them.
+        self._take_off(optimizers)
         names = {id(parameter): name for name, parameter in module.named_parameters()}
         assert dist.group.WORLD is not None, "the generation's group is formed"
         # Meshes of the same ranks compare equal, and torch caches results by mesh. Without a name for each generation,
@@ -106,13 +110,22 @@ class FSDPStrategy(Strategy):
                 sharded_unit.set_force_sum_reduction_for_comms(True)
             if any(location.parameter.requires_grad for location in own):
                 self._reductions[unit_names[unit]] = reduction
-            unit.register_forward_pre_hook(partial(self._record_gathered, own))
+            self._hooks.append(unit.register_forward_pre_hook(partial(self._record_gathered, own)))
             torch_internals.wrap_waits(unit, self._as_communication)
+        _allocate(module, self._group.device)
         self._trained = self._find_trained()
         # The user created the optimizers with the parameters that the shards replaced.
         sharded = dict(module.named_parameters())
         for optimizer in optimizers:
             _replace_parameters(optimizer, lambda parameter: sharded[names[id(parameter)]])
+
+    def _take_off(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """Undoes the sharding of an earlier generation, and drops the state of the optimizers, which has its shards."""
+        replaced = torch_internals.take_off_fsdp(self._model.module)
+        for optimizer in optimizers if replaced else ():
+            optimizer.state.clear()
+            for group in optimizer.param_groups:
+                group["params"] = [replaced.get(parameter, parameter) for parameter in group["params"]]
 
     def _as_communication(self, method: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(method)
@@ -251,8 +264,23 @@ class FSDPStrategy(Strategy):
 
     def close(self) -> None:
         """Releases the process group. The shards remain but cannot be gathered any more."""
+        for hook in self._hooks:
+            hook.remove()
         if self._mesh is not None:
             torch_internals.release_groups(self._mesh)
+
+
+def _allocate(module: torch.nn.Module, device: torch.device) -> None:
+    """Gives shards on the meta device memory, uninitialized."""
+    allocated: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
+    for owner in module.modules():
+        for name, parameter in owner.named_parameters(recurse=False, remove_duplicate=False):
+            if isinstance(parameter, DTensor) and parameter.is_meta:
+                if parameter not in allocated:
+                    local = torch.empty_like(parameter.to_local(), device=device)
+                    sharded = shard_of(local, parameter)
+                    allocated[parameter] = torch.nn.Parameter(sharded, requires_grad=parameter.requires_grad)
+                setattr(owner, name, allocated[parameter])
 
 
 def _graph_leaves(loss: torch.Tensor) -> set[torch.Tensor | None] | None:

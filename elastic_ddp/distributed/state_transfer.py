@@ -42,18 +42,32 @@ def transfer_state(
     """
     if not receivers:
         return None
-    tensors: dict[str, torch.Tensor] = {}
-    header = None
-    if group.rank == source:
-        skeleton, tensors = flatten(state)
-        layout = {key: [dtype_name(tensor.dtype), list(tensor.shape)] for key, tensor in tensors.items()}
-        header = json.dumps({"skeleton": skeleton, "layout": layout}).encode()
-    received = json.loads(group.broadcast_bytes(header, source))
-    if group.rank in receivers:
-        tensors = _allocate(received["layout"])
+    skeleton, tensors = flatten(state) if group.rank == source else (None, {})
+    skeleton = json.loads(
+        group.broadcast_bytes(json.dumps(skeleton).encode() if group.rank == source else None, source)
+    )
+    received = transfer_tensors(tensors, group, source=source, receivers=receivers, tick=tick)
+    return None if received is None else unflatten(skeleton, received)
+
+
+def transfer_tensors(
+    tensors: Mapping[str, torch.Tensor],
+    group: ProcessGroup,
+    *,
+    source: int,
+    receivers: Sequence[int],
+    tick: Callable[[], None] = lambda: None,
+) -> dict[str, torch.Tensor] | None:
+    """Sends tensors by name as `transfer_state` does, and returns them on the receivers, on the CPU."""
+    if not receivers:
+        return None
+    layout = {key: [dtype_name(tensor.dtype), list(tensor.shape)] for key, tensor in tensors.items()}
+    own = group.rank == source
+    layout = json.loads(group.broadcast_bytes(json.dumps(layout).encode() if own else None, source))
+    received = _allocate(layout) if group.rank in receivers else None
     if group.rank in (ranks := [source, *receivers]):
-        _Chain(ranks, group, tick).forward(_pieces(tensors))
-    return unflatten(received["skeleton"], tensors) if group.rank in receivers else None
+        _Chain(ranks, group, tick).forward(_pieces(tensors if received is None else received))
+    return received
 
 
 def _allocate(layout: Mapping[str, tuple[str, Sequence[int]]]) -> dict[str, torch.Tensor]:

@@ -24,6 +24,7 @@ from elastic_ddp.distributed.strategy import Strategy
 from elastic_ddp.rendezvous.hang import Activity
 from elastic_ddp.telemetry.events import HyperparametersDiffer
 from elastic_ddp.tensors.state_tree import Layout
+from elastic_ddp.worker.held_shards import NOTHING, hand_over
 from elastic_ddp.worker.loss_weight import unit_of
 from elastic_ddp.worker.nonfinite import Policy
 from elastic_ddp.worker.phase_clock import PhaseClock
@@ -239,14 +240,22 @@ class Generation:
 
 def share_state(inputs: GenerationInputs, group: ProcessGroup, strategy: Strategy) -> None:
     """Brings all ranks to the state of the most advanced rank, or of the newest commit, and shards it with FSDP."""
-    state = inputs.state
+    state, assignment = inputs.state, group.assignment
+    if assignment.resharding is not None:
+        held = hand_over(state.held or NOTHING, group, inputs.activity.tick)
+        if not assignment.handover_only:
+            strategy.shard(state.optimizers)
+            state.layout = strategy.layout(state.optimizers)
+            state.load_state_dict(held.restored(state.layout))
+        state.held = held if assignment.handover_only else None
+        return
 
     def shard() -> Layout | None:
         strategy.shard(state.optimizers)
         state.layout = strategy.layout(state.optimizers)
         return state.layout
 
-    source, receivers = group.assignment.source, group.assignment.receivers
+    source, receivers = assignment.source, assignment.receivers
     if source is None:
         if (restored := inputs.restore(group, shard)) is not None:
             changes, uses_code = state.resume(restored, inputs.activity.tick)

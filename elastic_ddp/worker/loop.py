@@ -146,8 +146,6 @@ class Loop:
         """Returns this rank's votes. Rank 0 decides on a commit or a stop; membership changes when all ranks agree."""
         steps_done = self.state.position.step + 1
         reconfigure = self.membership.is_ready_to_change(steps_done)
-        if self.state.is_sharded and self.checkpointer.schedule.in_backoff:
-            reconfigure = False  # sharded ranks commit before a change, and the last save has just failed
         generation = self.membership.generation
         profile = 0 if generation is None else self.profiler.vote(generation.number, self.rank)
         votes = {"reconfigure": reconfigure, "saving": self.checkpointer.is_saving, "profile": profile}
@@ -170,8 +168,7 @@ class Loop:
             self._apply_agreement(step)
             more_steps = more_steps and self.state.position.step < self.job.total_steps
             is_agreed = more_steps and step.agreed.votes["reconfigure"] == self.world_size
-            # A generation of shards starts from a commit, which must not be an older one.
-            if is_agreed and (not self.state.is_sharded or self._make_durable(step.generation)):
+            if is_agreed:
                 membership.leave(intact=True, reason=MEMBERSHIP_CHANGED)
         except Exception as error:
             if not is_peer_failure(error):
@@ -325,13 +322,6 @@ class Loop:
                 )
         with generation.activity.within("collective"):
             generation.group.barrier()
-
-    def _make_durable(self, generation: Generation) -> bool:
-        """Commits the state, unless it is committed. Returns, on every rank, whether that succeeded. Collective."""
-        if self._is_durable(generation):
-            return True
-        self.membership.save()
-        return self._is_durable(generation)
 
     def _is_durable(self, generation: Generation) -> bool:
         """Returns whether the current state is committed, once the running save has ended. Collective."""

@@ -25,6 +25,7 @@ from elastic_ddp.telemetry.events import GenerationEnded, GenerationStarted
 from elastic_ddp.worker.agreed_events import AgreedEvents
 from elastic_ddp.worker.collective_tasks import CollectiveTasks
 from elastic_ddp.worker.generation import Generation, GenerationInputs, feeds_of, micro_batches_of, strategy_of
+from elastic_ddp.worker.held_shards import HeldShards
 from elastic_ddp.worker.phase_clock import PhaseClock
 from elastic_ddp.worker.warmup_step import WarmupStep
 
@@ -155,12 +156,13 @@ class WorkerMembership:
             if self._state.is_torn:
                 step = self._state.position.step
                 _log.warning("step %d failed while it changed the state: %s. Training restarts.", step, self._failure)
-            if self._state.is_sharded or self._state.is_torn:
+            if (self._state.is_sharded and self._state.held is None) or self._state.is_torn:
                 raise RestartTraining
             assignment = self._request_assignment(task)
-            if assignment.source is None and self._has_warmed_up:
-                # No member has a state. The run may start from this worker's, and its warm-up step has run the code of
-                # the block up to `optimize`, which can change more than the model and the optimizer. The others wait.
+            if assignment.source is None and (self._has_warmed_up or self._state.is_sharded):
+                # No member has a state, or shards of it are lost. The run may start from this worker's, and its warm-up
+                # step has run the code of the block up to `optimize`, which can change more than the model and the
+                # optimizer. The others wait.
                 self._kept_assignment = assignment
                 raise RestartTraining
             self._num_broken = self._num_broken + 1 if assignment.same_members else 0
@@ -173,7 +175,8 @@ class WorkerMembership:
                     if not assignment.same_members:
                         self.failures.reset()
                     return
-                if not assignment.receivers:
+                keeps_shards = assignment.resharding is not None and assignment.resharding.keepers
+                if not assignment.receivers and not keeps_shards:
                     self.commit(may_fail=True)  # if the storage fails it, the members keep the state and rejoin
                 self.leave(intact=True, reason=STATE_TRANSFERRED)
                 self._num_broken = 0 if self._failure is None else self._num_broken
@@ -206,8 +209,11 @@ class WorkerMembership:
             return kept
         self.activity.enter("rendezvous")
         failure, self._failure = self._failure, None
+        held = self._state.held
+        holds_state = self.holds_state if held is None else bool(held.shards.held)
         return self._client.join(
-            step=self._state.position.step if self.holds_state else None,
+            step=self._state.position.step if holds_state else None,
+            shards=None if held is None or not holds_state else held.shards,
             between_steps=task is None,
             failure=failure,
             committed=self._checkpointer.durable_step,
@@ -356,6 +362,8 @@ class WorkerMembership:
         if self.generation is not None and intact:
             try:
                 with self.activity.within("leaving"):
+                    if self._state.is_sharded and self._state.held is None and reason != RUN_ENDED:
+                        self._state.held = HeldShards.of(self._state.state_dict(), self.generation.group)
                     self.generation.group.barrier()
             except Exception as error:
                 if not is_peer_failure(error):

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from elastic_ddp.distributed.process_group import ProcessGroup
+    from elastic_ddp.worker.held_shards import HeldShards
 
 _Count = Annotated[int, Field(ge=0, le=2**62)]
 PREPARED = "prepared"
@@ -100,6 +101,8 @@ class TrainState:
     """The hyperparameters as the code of the session sets them; see `record_prepared`."""
     layout: Layout | None = None
     """How a restore lays out tensors on this rank; None if every rank holds the full state."""
+    held: HeldShards | None = None
+    """With FSDP, what this rank holds of the state between two generations; None inside one, and if it is lost."""
     is_changing: bool = False
     """Whether a step has begun to change the state and its block has not ended."""
     is_torn: bool = False

@@ -266,18 +266,3 @@ def test_a_requested_commit_is_retried_after_the_backoff(new_run: NewRun, monkey
     train(run, wait_for_saves(run, in_step))
     assert client_of(run).steps_of("commit_failed") == [1, 5] and client_of(run).steps_of("commit") == [6]
     assert [event["request"] for event in client_of(run).events_of("commit")] == [1]
-
-
-@pytest.mark.parametrize(
-    ("is_sharded", "in_backoff", "expected"), [(True, True, False), (False, True, True), (True, False, True)]
-)
-def test_sharded_workers_change_membership_only_when_a_commit_can_succeed(
-    new_run: NewRun, is_sharded: bool, in_backoff: bool, expected: bool
-) -> None:
-    """They restart from a commit that is made right before the change."""
-    run = new_run()
-    prepared(run)
-    client_of(run).reconfigure_requested = True
-    checkpointer_of(run).schedule._backoff_ends_at = math.inf if in_backoff else 0.0
-    run._state.layout = (lambda name: None) if is_sharded else None
-    assert run._loop._votes()["reconfigure"] is expected

@@ -1,0 +1,82 @@
+"""A sharded state between two generations: what this rank holds of it, and how it changes hands."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from elastic_ddp.distributed.assignment import Shards
+from elastic_ddp.distributed.process_group import ProcessGroup
+from elastic_ddp.distributed.shard_moves import Spec, move_rows
+from elastic_ddp.distributed.state_transfer import transfer_tensors
+from elastic_ddp.tensors.dtensor import is_dtensor, shard_of
+from elastic_ddp.tensors.state_tree import Layout, dtype_name, dtype_of, flatten, local_part, unflatten
+
+
+@dataclass(frozen=True)
+class HeldShards:
+    """A rank's part of a state, which the next generation takes over from memory."""
+
+    shards: Shards
+    """Which shards this rank holds; none if it has handed its rows over."""
+    skeleton: Any
+    """The tree of the state without tensors, as `flatten` returns it."""
+    plain: dict[str, torch.Tensor]
+    """The tensors that every rank holds, by name."""
+    rows: dict[str, torch.Tensor]
+    """This rank's rows of the sharded tensors."""
+    specs: dict[str, Spec]
+    """The sharded tensors as wholes."""
+
+    @classmethod
+    def of(cls, state: dict[str, Any], group: ProcessGroup) -> HeldShards:
+        """Returns what this rank holds of the state of a generation. The tensors are not copied."""
+        skeleton, tensors = flatten(state)
+        sharded = {name: tensor for name, tensor in tensors.items() if is_dtensor(tensor)}
+        return cls(
+            shards=Shards(group.world_size, (group.rank,)),
+            skeleton=skeleton,
+            plain={name: tensor for name, tensor in tensors.items() if name not in sharded},
+            rows={name: local_part(tensor) for name, tensor in sharded.items()},
+            specs={name: Spec(tuple(tensor.shape), tensor.dtype) for name, tensor in sharded.items()},
+        )
+
+    def restored(self, layout: Layout | None) -> dict[str, Any]:
+        """Returns the state, sharded as this rank's model is now."""
+        assert layout is not None
+        sharded = {name: shard_of(rows, layout(name)) for name, rows in self.rows.items()}  # type: ignore[arg-type]
+        state: dict[str, Any] = unflatten(self.skeleton, {**self.plain, **sharded})
+        return state
+
+
+NOTHING = HeldShards(Shards(0, ()), None, {}, {}, {})
+"""What a rank without a state holds."""
+
+
+def hand_over(held: HeldShards, group: ProcessGroup, tick: Callable[[], None]) -> HeldShards:
+    """Returns what this rank holds in the new generation. Collective; each row is sent once."""
+    resharding, source = group.assignment.resharding, group.assignment.source
+    assert resharding is not None and source is not None
+    header = None
+    if group.rank == source:
+        described = {name: [dtype_name(spec.dtype), list(spec.shape)] for name, spec in held.specs.items()}
+        header = json.dumps({"skeleton": held.skeleton, "specs": described}).encode()
+    received = json.loads(group.broadcast_bytes(header, source))
+    receivers = tuple(rank for rank in group.assignment.receivers if rank in resharding.keepers)
+    plain = transfer_tensors(held.plain, group, source=source, receivers=receivers, tick=tick)
+    specs = {name: Spec(tuple(shape), dtype_of(dtype)) for name, (dtype, shape) in received["specs"].items()}
+    rows = move_rows(specs, held.rows, resharding, group, tick)
+    if group.rank not in resharding.keepers:
+        return NOTHING
+    number = resharding.keepers.index(group.rank)
+    return HeldShards(
+        shards=Shards(len(resharding.keepers), (number,)),
+        skeleton=received["skeleton"],
+        plain=held.plain if plain is None else plain,
+        rows=rows,
+        specs=specs,
+    )
