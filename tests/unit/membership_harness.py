@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from elastic_ddp.distributed.assignment import Shards
 from elastic_ddp.rendezvous.members import DrainNotice, FormedGeneration, JoinRequest, Member
 from elastic_ddp.rendezvous.membership import Membership
 
@@ -40,6 +41,7 @@ class MembershipHarness:
         failure: str | None = None,
         rank: int | None = None,
         committed: int | None = None,
+        shards: Shards | None = None,
     ) -> str | None:
         rank = len(self.members) if rank is None else rank
         known = self.members.setdefault(name, member(name, node, self.size, rank))
@@ -48,6 +50,7 @@ class MembershipHarness:
             step=step,
             between_steps=between_steps,
             resumable=resumable,
+            shards=shards,
             committed=committed,
             at_s=self.now,
         )
@@ -56,6 +59,11 @@ class MembershipHarness:
     def all_join(self, names: Iterable[str], step: int | None = None) -> None:
         for name in names:
             assert self.join(name, step) is None
+
+    def all_hold(self, names: str, step: int) -> None:
+        """Members join that each hold one shard of a state."""
+        for number, name in enumerate(names):
+            assert self.join(name, step, shards=Shards(len(names), (number,))) is None
 
     def form(self) -> FormedGeneration | None:
         return self.membership.form(self.now)
