@@ -19,7 +19,7 @@ from elastic_ddp.config.run_config import DataConfig
 from elastic_ddp.data.micro_batches import MicroBatch
 from elastic_ddp.data.order import EpochShape, FeedPlan
 from elastic_ddp.data.user_calls import describe_rows
-from elastic_ddp.distributed.assignment import Assignment
+from elastic_ddp.distributed.assignment import Assignment, Shards
 from elastic_ddp.errors import ConfigError
 from elastic_ddp.rendezvous.hang import Activity
 from elastic_ddp.rendezvous.member_requests import MemberRequest
@@ -70,6 +70,7 @@ class FakeClient:
         committed: int | None,
         account: dict[str, float],
         resumable: bool,
+        shards: Shards | None,
         while_waiting: Callable[[PlannedAssignment], object],
     ) -> Assignment:
         self.joins.append((step, between_steps))
