@@ -44,7 +44,10 @@ def test_an_fsdp_run_resumes_from_its_newest_commit_when_membership_changes(fold
     first, second, third = disturbed["generations"]
     assert [each["world_size"] for each in (first, second, third)] == [2, 1, 2]
     assert (first["last_step"], second["first_step"]) == (17, 10), "training resumes from the newest commit"
-    assert second["last_step"] == third["first_step"] >= 19, "a planned change is preceded by a commit"
+    assert second["last_step"] == third["first_step"] >= 19, "a planned change happens in place"
+    events = read_ledger(Storage(str(folder / "runs")).at("disturbed"))
+    commits = {event.step for event in events if event.event == "commit"}
+    assert commits == {10, 20, 30, 40, 44}, "it needs no commit of its own"
     pids = {
         (event.generation, member["rank"]): member["pid"]
         for event in read_ledger(Storage(str(folder / "runs")).at("disturbed"))
