@@ -7,7 +7,7 @@ each generation starts from the full model, and the trained values come from the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial, wraps
 from typing import Any
@@ -73,7 +73,7 @@ class FSDPStrategy(Strategy):
     def shard(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         module = self._model.module
         # In a model that was sharded before, parameters have no values now. The caller loads them.
-        self._take_off(optimizers)
+        former = self._take_off(optimizers)
         names = {id(parameter): name for name, parameter in module.named_parameters()}
         assert dist.group.WORLD is not None, "the generation's group is formed"
         # Meshes of the same ranks compare equal, and torch caches results by mesh. Without a name for each generation,
@@ -112,20 +112,25 @@ class FSDPStrategy(Strategy):
                 self._reductions[unit_names[unit]] = reduction
             self._hooks.append(unit.register_forward_pre_hook(partial(self._record_gathered, own)))
             torch_internals.wrap_waits(unit, self._as_communication)
-        _allocate(module, self._group.device)
+        _allocate(module, self._group.device, former)
         self._trained = self._find_trained()
         # The user created the optimizers with the parameters that the shards replaced.
         sharded = dict(module.named_parameters())
         for optimizer in optimizers:
             _replace_parameters(optimizer, lambda parameter: sharded[names[id(parameter)]])
 
-    def _take_off(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        """Undoes the sharding of an earlier generation, and drops the state of the optimizers, which has its shards."""
+    def _take_off(self, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, torch.nn.Parameter]:
+        """Undoes the sharding of an earlier generation, and drops the state of the optimizers, which has its shards.
+
+        Returns the shards by name: the user may hold references to them, so they become the next ones.
+        """
         replaced = torch_internals.take_off_fsdp(self._model.module)
         for optimizer in optimizers if replaced else ():
             optimizer.state.clear()
             for group in optimizer.param_groups:
                 group["params"] = [replaced.get(parameter, parameter) for parameter in group["params"]]
+        former = {whole: shard for shard, whole in replaced.items()}
+        return {name: former[whole] for name, whole in self._model.module.named_parameters() if whole in former}
 
     def _as_communication(self, method: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(method)
@@ -270,17 +275,19 @@ class FSDPStrategy(Strategy):
             torch_internals.release_groups(self._mesh)
 
 
-def _allocate(module: torch.nn.Module, device: torch.device) -> None:
-    """Gives shards on the meta device memory, uninitialized."""
+def _allocate(module: torch.nn.Module, device: torch.device, former: Mapping[str, torch.nn.Parameter]) -> None:
+    """Gives shards on the meta device memory, uninitialized. Those of an earlier generation keep their identity."""
     allocated: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
-    for owner in module.modules():
+    for name, parameter in module.named_parameters():
+        if isinstance(parameter, DTensor) and parameter.is_meta:
+            local = torch.empty_like(parameter.to_local(), device=device)
+            sharded = torch.nn.Parameter(shard_of(local, parameter), requires_grad=parameter.requires_grad)
+            allocated[parameter] = former.get(name, sharded)
+            if name in former:
+                torch.utils.swap_tensors(former[name], sharded)
+    for owner in module.modules() if allocated else ():
         for name, parameter in owner.named_parameters(recurse=False, remove_duplicate=False):
-            if isinstance(parameter, DTensor) and parameter.is_meta:
-                if parameter not in allocated:
-                    local = torch.empty_like(parameter.to_local(), device=device)
-                    sharded = shard_of(local, parameter)
-                    allocated[parameter] = torch.nn.Parameter(sharded, requires_grad=parameter.requires_grad)
-                setattr(owner, name, allocated[parameter])
+            setattr(owner, name, allocated.get(parameter, parameter))
 
 
 def _graph_leaves(loss: torch.Tensor) -> set[torch.Tensor | None] | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import platform
 import threading
 from importlib.metadata import version
@@ -32,7 +31,7 @@ from tests.unit.commit_helpers import (
     newest_record,
     wait_for_saves,
 )
-from tests.unit.single_worker import PEER_FAILURE, NewRun, client_of, prepared, train
+from tests.unit.single_worker import PEER_FAILURE, NewRun, client_of, train
 
 
 def test_a_commit_records_its_run_versions_and_position(new_run: NewRun, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import torch
 from torch.distributed.tensor import DTensor
 
 from elastic_ddp.distributed.assignment import Resharding
@@ -34,6 +35,7 @@ class Change:
 def _through(group: ProcessGroup, optimizer: str, changes: list[Change]) -> list[dict[str, Any]]:
     """Takes a process through generations. Returns the full state after each in which it trained."""
     process, states, called = group.assignment.rank, [], set[str]()
+    parameters: list[torch.nn.Parameter] = []
     config, state = prepared("fsdp", optimizer)
     state.module.blocks[0].register_forward_hook(lambda *of: called.add("forward"))  # type: ignore[index]
     state.module.register_state_dict_pre_hook(lambda *of: called.add("state_dict"))
@@ -63,7 +65,10 @@ def _through(group: ProcessGroup, optimizer: str, changes: list[Change]) -> list
         share_state(inputs, formed, strategy)
         if not change.keepers:
             train_on(strategy, formed, state, ROWS, change.steps, 0.5)
-            assert all(isinstance(parameter, DTensor) for parameter in state.module.parameters())
+            now = list(state.module.parameters())
+            assert all(isinstance(parameter, DTensor) for parameter in now)
+            parameters = parameters or now
+            assert all(one is other for one, other in zip(now, parameters, strict=True)), "references stay valid"
             states.append(_everything(state))
             state.held = HeldShards.of(state.state_dict(), formed)
         formed.barrier()
