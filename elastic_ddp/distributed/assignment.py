@@ -54,3 +54,9 @@ class Assignment:
     """The number of nodes of the generation's workers."""
     reason: str
     """Why the generation was formed, for the ledger."""
+
+    @property
+    def only_hands_over(self) -> bool:
+        """Whether members only send what others keep. Otherwise they train, or commit the state that all keep."""
+        keeps_all = self.resharding is None or len(self.resharding.keepers) == self.world_size
+        return self.handover_only and bool(self.receivers or not keeps_all)

@@ -350,7 +350,9 @@ class Membership:
         if len(chosen) >= least:
             return chosen, False
         if self.commit_wanted and not is_committed(requests):
-            return select_with_newest(requests, 1), True
+            newest = newest_step(requests)
+            holding = [request for request in requests if request.step == newest]
+            return holding if has_shards(requests) else select_with_newest(requests, 1), True
         return [], False
 
     def _begin(self, chosen: list[JoinRequest], now_s: float, *, handover_only: bool = False) -> FormedGeneration:
@@ -378,11 +380,12 @@ class Membership:
         return formed
 
     def _keepers(self, chosen: list[JoinRequest], *, handover_only: bool) -> set[str]:
-        """Returns the members that hold shards in a generation, or after one that only hands them over."""
-        if not handover_only:
-            return {request.member.id for request in chosen}
+        """Returns the members that hold shards in a generation, or after one that only hands them over. If nobody
+        stays, all do, and commit them."""
         staying = by_seniority(self._staying(chosen), [member.id for member in self._alive()])
-        return {request.member.id for request in staying[: evenly(min(self.limit, len(staying)), self.evenly_divided)]}
+        most = evenly(min(self.limit, len(staying)), self.evenly_divided)
+        keeping = (staying[:most] or chosen) if handover_only else chosen
+        return {request.member.id for request in keeping}
 
     def _alive(self) -> list[Member]:
         """Members of the current generation that have not failed or left, in rank order."""

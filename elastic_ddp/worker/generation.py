@@ -243,11 +243,11 @@ def share_state(inputs: GenerationInputs, group: ProcessGroup, strategy: Strateg
     state, assignment = inputs.state, group.assignment
     if assignment.resharding is not None:
         held = hand_over(state.held or NOTHING, group, inputs.activity.tick)
-        if not assignment.handover_only:
+        if not assignment.only_hands_over:
             strategy.shard(state.optimizers)
             state.layout = strategy.layout(state.optimizers)
             state.load_state_dict(held.restored(state.layout))
-        state.held = held if assignment.handover_only else None
+        state.held = held if assignment.only_hands_over else None
         return
 
     def shard() -> Layout | None:

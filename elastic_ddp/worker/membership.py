@@ -175,8 +175,7 @@ class WorkerMembership:
                     if not assignment.same_members:
                         self.failures.reset()
                     return
-                keeps_shards = assignment.resharding is not None and assignment.resharding.keepers
-                if not assignment.receivers and not keeps_shards:
+                if not assignment.only_hands_over:
                     self.commit(may_fail=True)  # if the storage fails it, the members keep the state and rejoin
                 self.leave(intact=True, reason=STATE_TRANSFERRED)
                 self._num_broken = 0 if self._failure is None else self._num_broken

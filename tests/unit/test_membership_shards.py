@@ -58,7 +58,20 @@ def test_members_that_all_leave_commit_their_shards() -> None:
     harness.all_hold("ab", 5)
     formed = harness.formed()
     assert formed.handover_only and formed.receivers == ()
-    assert formed.resharding == Resharding(2, (0, 1), ())
+    assert formed.resharding == Resharding(2, (0, 1), (0, 1))
+
+
+def test_a_requested_commit_of_too_few_members_needs_all_shards() -> None:
+    harness = harness_of("abc", min_workers=3)
+    harness.membership.commit_wanted = True
+    harness.membership.ask_to_leave("c", AT_ONCE)
+    harness.all_hold("abc", 5)
+    formed = harness.formed()
+    assert formed.handover_only and formed.resharding == Resharding(3, (0, 1, 2), (0, 1))
+    harness.all_hold("ab", 5)
+    harness.join("c")
+    formed = harness.formed()
+    assert formed.handover_only and formed.resharding == Resharding(2, (0, 1), (0, 1))
 
 
 def test_a_state_that_lacks_a_shard_is_lost() -> None:
