@@ -95,7 +95,7 @@ def test_a_running_save_ends_before_the_training_function_restarts(
     assert disturbed == train_and_count(new_run(folder="undisturbed"), lambda *_: None)
 
 
-@pytest.mark.parametrize("why", ["a torn step", "a membership change of a sharded run"])
+@pytest.mark.parametrize("why", ["a torn step", "a failure of a sharded run"])
 def test_the_time_of_a_restart_does_not_belong_to_the_generation_before(new_run: NewRun, why: str) -> None:
     """The rendezvous keeps the longest account, and would count it as useful time."""
     run, now, accounts = new_run(), 1000.0, []
@@ -113,18 +113,43 @@ def test_the_time_of_a_restart_does_not_belong_to_the_generation_before(new_run:
         for step in run.steps():
             now += 1.0
             with step:
-                if why == "a membership change of a sharded run":
-                    client.reconfigure_requested, run._state.layout = True, lambda name: None
+                if why == "a failure of a sharded run":
+                    run._state.layout = lambda name: None
                 compute_gradients(step, model)
                 step.optimize()
-                if why == "a torn step":
-                    raise dist.DistNetworkError(PEER_FAILURE)
+                raise dist.DistNetworkError(PEER_FAILURE)
     now += 20.0
     run._loop.restart()
     again = Run(run._loop)
     assert train(again)["steps"] == 6
     again._loop.membership.leave(intact=True)
     assert [sum(account.values()) for account in accounts] == [0.0, 1.0]
+
+
+def test_a_worker_whose_peer_dies_with_its_shard_restarts_and_keeps_its_place(new_run: NewRun) -> None:
+    """All were to continue from memory. The next generation starts from the newest commit, so from step 0 here."""
+    run = new_run()
+    client, model = client_of(run), prepared(run)
+    join = client.join
+
+    def lose_a_shard(**request: Any) -> Assignment:
+        assignment = join(**request)
+        if request["shards"] is None:
+            return assignment
+        assert request["shards"] == (1, (0,)) and request["step"] == 1
+        return replace(assignment, source=None, receivers=(), first_step=None)
+
+    client.join = lose_a_shard  # type: ignore[method-assign]
+    with pytest.raises(RestartTraining):
+        for step in run.steps():
+            with step:
+                client.reconfigure_requested, run._state.layout = True, lambda name: None
+                compute_gradients(step, model)
+                step.optimize()
+    run._loop.restart()
+    client.reconfigure_requested = False
+    assert train(Run(run._loop))["steps"] == 6
+    assert len(client.joins) == 2
 
 
 def test_a_sharded_run_refuses_a_model_that_is_already_sharded(new_run: NewRun) -> None:
