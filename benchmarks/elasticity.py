@@ -190,6 +190,9 @@ def print_ours(results: dict[str, Any]) -> None:
 
 
 def main() -> None:
+    # Ray's workers import the peers' modules.
+    path = str(Path(__file__).resolve().parent), os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, path))
     peers = [name for name in SYSTEMS if name != ElasticDDP.about.name]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--peers", default="", help=f"all, or a comma-separated list of {','.join(peers)}")
