@@ -129,8 +129,8 @@ def run_plain(data: str, folder: str, accumulate: int, strategy: str) -> None:
     for step in range(MANY_STEPS):
         for micro_batch in range(accumulate):
             batch = next(batches)
-            waits = isinstance(model, DistributedDataParallel) and micro_batch < accumulate - 1
-            with model.no_sync() if waits else nullcontext():
+            accumulates = isinstance(model, DistributedDataParallel) and micro_batch < accumulate - 1
+            with model.no_sync() if accumulates else nullcontext():
                 loss = next_byte_loss(model, batch) / accumulate
                 loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -161,19 +161,11 @@ class Side:
         if name == "plain":
             launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={workers}"]
         arguments = [__file__, "--side", name, "--data", str(data), "--folder", str(folder)]
+        arguments += ["--workers", str(workers), "--accumulate", str(accumulate), "--strategy", strategy]
         path = os.pathsep.join(filter(None, [EXAMPLES, os.environ.get("PYTHONPATH")]))
         with (folder / "log").open("w") as log:
             self._process = subprocess.Popen(
-                [
-                    *launcher,
-                    *arguments,
-                    "--workers",
-                    f"{workers}",
-                    "--accumulate",
-                    f"{accumulate}",
-                    "--strategy",
-                    strategy,
-                ],
+                [*launcher, *arguments],
                 stdout=log,
                 stderr=log,
                 env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},

@@ -1,8 +1,9 @@
 """The FSDP strategy: each rank holds a shard of every parameter and of its optimizer state.
 
 It uses FSDP2, `torch.distributed.fsdp.fully_shard`. The forward and backward of a unit gather its parameters from all
-ranks, so all ranks must run the same number of them; see `fsdp_rounds`. A group of another size cannot use the shards:
-each generation starts from the full model, and the trained values come from the newest commit.
+ranks, so all ranks must run the same number of them; see `fsdp_rounds`. A group of another size needs other shards:
+when workers join or leave as planned, rows move between the ranks (`shard_moves`), and the model is sharded again.
+After a failure each rank starts from the full model, and the trained values come from the newest commit.
 """
 
 from __future__ import annotations

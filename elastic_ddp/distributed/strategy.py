@@ -239,7 +239,7 @@ class Strategy(ABC):
         self._enter_phase("backward")
 
     def dummy_backward(self, loss: torch.Tensor) -> None:
-        """Runs the backward of a dummy forward, before those of micro-batches."""
+        """Runs the backward of a dummy forward, after those of micro-batches."""
         raise NotImplementedError
 
     def reshard(self) -> None:  # noqa: B027

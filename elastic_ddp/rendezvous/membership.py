@@ -380,8 +380,8 @@ class Membership:
         return formed
 
     def _keepers(self, chosen: list[JoinRequest], *, handover_only: bool) -> set[str]:
-        """Returns the members that hold shards in a generation, or after one that only hands them over. If nobody
-        stays, all do, and commit them."""
+        """Returns the members that have shards in a generation, or after a `handover_only` one. If no member stays, all
+        have, to commit them."""
         staying = by_seniority(self._staying(chosen), [member.id for member in self._alive()])
         most = evenly(min(self.limit, len(staying)), self.evenly_divided)
         keeping = (staying[:most] or chosen) if handover_only else chosen

@@ -116,7 +116,7 @@ class TrainState:
 
     @property
     def is_sharded(self) -> bool:
-        """Whether this rank holds only a part of the state, which is of use only in its generation."""
+        """Whether this rank holds only a part of the state. After its generation, that part is in `held`, or lost."""
         return self.layout is not None
 
     @property

@@ -21,22 +21,28 @@ from tests.unit.test_fsdp import SIZE, M, data, prepared
 ABORT, NOTICED = "rank 1 failed", "rank 0 has noticed"
 
 
-def _waits_for_a_peer(group: ProcessGroup, reduction: str, part: str) -> tuple[bool, float]:
-    """Rank 1 leaves out a part of a step. Returns whether rank 0 noticed its failure, and seconds after the abort."""
+def _begin_step(group: ProcessGroup, reduction: str = "canonical") -> tuple[Any, torch.nn.Module, int]:
+    """Returns a strategy before the forward of this rank's first micro-batch, the model, and that micro-batch."""
     config, state = prepared("fsdp", reduction=reduction)
     assert state.model is not None
-    strategy: Any = strategy_of(config)(state.model, config, group)
+    strategy = strategy_of(config)(state.model, config, group)
     strategy.shard(state.optimizers)
     strategy.begin_step(np.full(M, SIZE))
     m = strategy.to_compute[0]
     strategy.prepare_forward(m)
+    return strategy, state.module, m
+
+
+def _waits_for_a_peer(group: ProcessGroup, reduction: str, part: str) -> tuple[bool, float]:
+    """Rank 1 leaves out a part of a step. Returns whether this rank noticed a failure, and when it did, or aborted."""
+    strategy, module, m = _begin_step(group, reduction)
     if group.rank == 0:
         abort_when(group, ABORT)
     failed = False
     try:
         if group.rank == 1 and part == "forward":
             raise ConfigError("left out")
-        loss = state.module(data(0, m)).square().mean()
+        loss = module(data(0, m)).square().mean()
         if group.rank == 1 and part == "backward":
             raise ConfigError("left out")
         strategy.backward(loss, m)
@@ -65,14 +71,8 @@ def test_an_abort_ends_a_wait_for_a_peer(reduction: str, part: str) -> None:
 
 
 def _exchanges_twice(group: ProcessGroup) -> str:
-    config, state = prepared("fsdp")
-    assert state.model is not None
-    strategy: Any = strategy_of(config)(state.model, config, group)
-    strategy.shard(state.optimizers)
-    strategy.begin_step(np.full(M, SIZE))
-    m = strategy.to_compute[0]
-    strategy.prepare_forward(m)
-    loss = state.module(data(0, m)).square().mean()
+    strategy, module, m = _begin_step(group)
+    loss = module(data(0, m)).square().mean()
     first = next(iter(strategy._reductions.values()))
     shape = torch.zeros(2 * group.world_size)
 
