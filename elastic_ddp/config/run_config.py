@@ -161,6 +161,9 @@ class FSDPConfig(Settings):
     reshard_after_forward: bool = True
     """Free gathered parameters after the forward pass and gather them again for the backward pass. With `false`, a
     step gathers them once: less communication, more memory."""
+    mirror: bool = True
+    """Keep each shard and its optimizer state on a second rank, too. If a worker dies, only the step in flight is
+    repeated. With `false`, the run resumes from its newest commit, and a rank needs half the memory between steps."""
 
 
 class RunConfig(Settings):

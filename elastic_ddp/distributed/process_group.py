@@ -248,6 +248,14 @@ class ProcessGroup:
         """Waits for every rank. Required before `close`: gloo may abort a peer right after its last collective."""
         dist.barrier()
 
+    def vote(self) -> None:
+        """Returns after every rank has called it. If a rank fails, it may return on some ranks and raise on others.
+
+        Raises:
+            Exception: a peer failed; see `is_peer_failure`.
+        """
+        self._finish(dist.all_reduce(torch.zeros(1, device="cpu"), async_op=True))
+
     def abort(self) -> None:
         """Makes every collective in flight fail, on this rank and on its peers. Callable from any thread."""
         self.aborted = True

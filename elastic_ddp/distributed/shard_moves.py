@@ -1,8 +1,9 @@
 """Moves the shards of a state from the ranks of one generation to those of the next, from memory to memory.
 
 Shard i of N has the rows of dimension 0 that `torch.chunk` gives it: rows i * c to i * c + c - 1, with c = ceil(n / N).
-From this, each rank knows which rows it sends to which rank. Tensors travel in batches of `BATCH_BYTES`, so that no
-rank needs memory for more than its shards before and after, and a batch.
+From this, each rank knows which rows it sends to which rank. Tensors travel in batches of `BATCH_BYTES`, and a rank
+frees what it held of a batch once the batch has moved: no rank needs memory for more than its shards before or after,
+and a few batches.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ def rows_of(num_rows: int, shard: int, num: int) -> range:
 
 def move_rows(
     specs: Mapping[str, Spec],
-    held: Mapping[str, torch.Tensor],
+    held: Mapping[int, dict[str, torch.Tensor]],
     resharding: Resharding,
     group: ProcessGroup,
     tick: Callable[[], None] = lambda: None,
@@ -52,7 +53,7 @@ def move_rows(
 
     Args:
         specs: all sharded tensors, in the same order on all ranks.
-        held: the rows of this rank's shard of each; empty if it holds none.
+        held: the rows of each shard that this rank holds, by its number. They are removed as they move.
         resharding: who holds and who keeps which shard.
         group: the ranks.
         tick: called after each batch.
@@ -60,8 +61,32 @@ def move_rows(
     kept: dict[str, torch.Tensor] = {}
     for batch in _batches(specs):
         kept |= _move(batch, held, resharding, group)
+        for rows in held.values():
+            for name in batch:
+                del rows[name]
         tick()
     return kept
+
+
+def rotate_rows(
+    specs: Mapping[str, Spec], rows: Mapping[str, torch.Tensor], offset: int, group: ProcessGroup
+) -> dict[str, torch.Tensor]:
+    """Sends the rows of this rank's shard to the rank `offset` after it. Returns those of the rank `offset` before it.
+
+    Collective, for groups of two ranks or more in which rank r holds shard r. Arguments as in `move_rows`.
+    """
+    world_size = group.world_size
+    target, source = (group.rank + offset) % world_size, (group.rank - offset) % world_size
+    received: dict[str, torch.Tensor] = {}
+    for batch in _batches(specs):
+        to_send: list[list[torch.Tensor]] = [[] for _ in range(world_size)]
+        to_send[target] = [ravel(rows[name]).view(torch.uint8) for name in batch]
+        lengths = [len(rows_of(spec.shape[0], source, world_size)) * spec.row_bytes for spec in batch.values()]
+        sizes = [sum(lengths) if rank == source else 0 for rank in range(world_size)]
+        content = _exchange([_joined(parts, group) for parts in to_send], sizes, group)[source].to(group.device)
+        for (name, spec), part in zip(batch.items(), content.split(lengths), strict=True):
+            received[name] = _as_rows(part, spec)
+    return received
 
 
 def _batches(specs: Mapping[str, Spec]) -> Iterator[dict[str, Spec]]:
@@ -89,7 +114,10 @@ def _overlaps(spec: Spec, resharding: Resharding, rank: int) -> Iterator[tuple[i
 
 
 def _move(
-    batch: Mapping[str, Spec], held: Mapping[str, torch.Tensor], resharding: Resharding, group: ProcessGroup
+    batch: Mapping[str, Spec],
+    held: Mapping[int, Mapping[str, torch.Tensor]],
+    resharding: Resharding,
+    group: ProcessGroup,
 ) -> dict[str, torch.Tensor]:
     own, world_size = group.rank, group.world_size
     to_send: list[list[torch.Tensor]] = [[] for _ in range(world_size)]
@@ -99,7 +127,7 @@ def _move(
             for shard, rows in _overlaps(spec, resharding, rank):
                 if resharding.holders[shard] == own:
                     first = rows_of(spec.shape[0], shard, resharding.num).start
-                    part = held[name][rows.start - first : rows.stop - first]
+                    part = held[shard][name][rows.start - first : rows.stop - first]
                     to_send[rank].append(ravel(part).view(torch.uint8))
                 if rank == own:
                     sizes[resharding.holders[shard]] += len(rows) * spec.row_bytes
@@ -115,8 +143,15 @@ def _move(
             parts.append(received[source][offsets[source] : offsets[source] + size])
             offsets[source] += size
         content = torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8, device=group.device)
-        kept[name] = content.to(group.device).view(spec.dtype).view(-1, *spec.shape[1:])
+        kept[name] = _as_rows(content.to(group.device), spec)
     return kept
+
+
+def _as_rows(content: torch.Tensor, spec: Spec) -> torch.Tensor:
+    """Returns bytes as rows of a tensor."""
+    if content.storage_offset() % spec.dtype.itemsize:
+        content = content.clone()
+    return content.view(spec.dtype).view(-1, *spec.shape[1:])
 
 
 def _joined(parts: Sequence[torch.Tensor], group: ProcessGroup) -> torch.Tensor:

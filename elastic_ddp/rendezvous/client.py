@@ -134,12 +134,13 @@ class RendezvousClient:
         account: dict[str, float] | None = None,
         resumable: bool = True,
         shards: Shards | None = None,
+        can_finish: bool = False,
         while_waiting: Callable[[PlannedAssignment], object] = lambda planned: None,
     ) -> Assignment:
         """Waits for the next generation and returns this worker's place in it.
 
         Args:
-            step, between_steps, committed, resumable, shards: as in `JoinRequest`.
+            step, between_steps, committed, resumable, shards, can_finish: as in `JoinRequest`.
             failure, account: as in `Rendezvous.join`.
             while_waiting: called now and then with the place that it may get.
 
@@ -152,6 +153,7 @@ class RendezvousClient:
             between_steps=between_steps,
             resumable=resumable,
             shards=shards,
+            can_finish=can_finish,
             committed=committed,
         )
         while True:

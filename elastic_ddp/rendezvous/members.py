@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Set
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from elastic_ddp.distributed.assignment import Assignment, Resharding, Shards
+from elastic_ddp.distributed.assignment import Assignment, Resharding, Shards, mirror_offset
 from elastic_ddp.telemetry.event import STARTED, WORKER_FAILED
 from elastic_ddp.telemetry.events import GenerationFormed
 
@@ -76,6 +76,8 @@ class JoinRequest:
     """Whether another member can continue from its state; False inside a step's block and after the loop."""
     shards: Shards | None = None
     """The shards of the state that it holds; None if it holds the whole state, or none."""
+    can_finish: bool = False
+    """Whether it can finish the next step by itself: the ranks voted on it, and the outcome did not arrive."""
     committed: int | None = None
     """Steps done in the newest commit that it wrote itself."""
     at_s: float = 0.0
@@ -129,6 +131,7 @@ class FormedGeneration:
             same_members=self.same_members,
             in_collective_task=self.in_collective_task,
             num_nodes=len({member.node_id for member in self.members}),
+            mirror_offset=mirror_offset([member.node for member in self.members]),
         )
         return {member.id: replace(of_rank_0, rank=rank) for rank, member in enumerate(self.members)}
 
@@ -180,13 +183,19 @@ def _exists(request: JoinRequest, requests: list[JoinRequest]) -> bool:
     return request.shards is None or len(holders(request.step, request.shards.num, requests)) == request.shards.num
 
 
+def holds(request: JoinRequest, step: int | None) -> bool:
+    """Whether a member holds the state after a number of steps, or its shards of it, once it has finished its step."""
+    return request.step is not None and step in (request.step, request.step + request.can_finish)
+
+
 def holders(step: int | None, num: int, requests: list[JoinRequest]) -> dict[int, int]:
-    """Returns for each shard of a state the position of the first request that holds it."""
+    """Returns for each shard of a state the position of the first request that holds it: of its owner, if possible."""
     found: dict[int, int] = {}
-    for position, request in enumerate(requests):
-        if request.step == step and request.shards is not None and request.shards.num == num:
-            for shard in request.shards.held:
-                found.setdefault(shard, position)
+    for place in range(max((len(request.shards.held) for request in requests if request.shards), default=0)):
+        for position, request in enumerate(requests):
+            if holds(request, step) and request.shards is not None and request.shards.num == num:
+                for shard in request.shards.held[place : place + 1]:
+                    found.setdefault(shard, position)
     return found
 
 

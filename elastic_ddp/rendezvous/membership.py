@@ -18,6 +18,7 @@ from elastic_ddp.rendezvous.members import (
     evenly,
     has_group_joined,
     has_shards,
+    holds,
     is_committed,
     keeps_state,
     newest_step,
@@ -339,7 +340,7 @@ class Membership:
         if has_shards(requests) and not keeps_state(staying[:most], requests):
             # All members that hold a shard hand over the rows that others keep.
             newest = newest_step(requests)
-            holding = [request for request in requests if request.step == newest]
+            holding = [request for request in requests if holds(request, newest)]
             others = [request for request in staying if request not in holding]
             return [*holding, *others[: max(0, self.max_workers - len(holding))]], True
         if not keeps_state(staying, requests):
@@ -351,7 +352,7 @@ class Membership:
             return chosen, False
         if self.commit_wanted and not is_committed(requests):
             newest = newest_step(requests)
-            holding = [request for request in requests if request.step == newest]
+            holding = [request for request in requests if holds(request, newest)]
             return holding if has_shards(requests) else select_with_newest(requests, 1), True
         return [], False
 

@@ -12,7 +12,7 @@ from elastic_ddp.data.feed import MicroBatchFeed
 from elastic_ddp.data.feed_cache import FeedCache
 from elastic_ddp.data.inline_feed import InlineFeed
 from elastic_ddp.data.order import FeedPlan
-from elastic_ddp.distributed.assignment import Assignment
+from elastic_ddp.distributed.assignment import Assignment, Shards
 from elastic_ddp.distributed.buffer_sync import StepBuffers
 from elastic_ddp.distributed.host_number import to_host
 from elastic_ddp.distributed.parameter_guard import ParameterGuard
@@ -26,6 +26,7 @@ from elastic_ddp.telemetry.events import HyperparametersDiffer
 from elastic_ddp.tensors.state_tree import Layout
 from elastic_ddp.worker.held_shards import NOTHING, hand_over
 from elastic_ddp.worker.loss_weight import unit_of
+from elastic_ddp.worker.mirror import Mirror
 from elastic_ddp.worker.nonfinite import Policy
 from elastic_ddp.worker.phase_clock import PhaseClock
 from elastic_ddp.worker.train_state import TrainState
@@ -115,6 +116,8 @@ class Generation:
     """Set by the first call of `unit_of_weights`."""
     evaluation_feed: MicroBatchFeed | None = None
     is_closed: bool = False
+    has_compared_mirrors: bool = False
+    """Whether mirrors have been compared with their shards since a step changed them."""
     parameters: ParameterGuard = field(init=False)
 
     def __post_init__(self) -> None:
@@ -223,6 +226,34 @@ class Generation:
             self.strategy.clip_gradients(self.clip_grad_norm, finite)
         return norm_on_host
 
+    def mirror_gradients(self) -> None:
+        """Sends the gradients of each shard to the rank that mirrors it. Collective; nothing without mirrors."""
+        if self.state.mirror is not None:
+            self.state.mirror.receive_gradients()
+            self.group.synchronize()
+
+    def compare_mirrors(self) -> None:
+        """Compares shards with their mirrors. Collective; nothing without mirrors.
+
+        Raises:
+            ConfigError: they differ, or registered state cannot outlive a worker.
+        """
+        if self.state.mirror is None:
+            return
+        with self.activity.within("collective"):
+            if not self.has_compared_mirrors:
+                self.state.check_outlives(self.group)
+            self.state.mirror.compare()
+        self.has_compared_mirrors = True
+
+    def vote(self) -> None:
+        """Returns when every rank has what it needs to finish the step by itself. The last collective of a step.
+
+        With DDP, the ranks need no vote: the state of any of them is whole.
+        """
+        if not self.strategy.replicates_state and self.group.world_size > 1:
+            self.group.vote()
+
     def abort(self) -> None:
         """Ends every wait of this rank, and of its peers for it. Any thread may call it."""
         self.group.abort()
@@ -239,16 +270,32 @@ class Generation:
 
 
 def share_state(inputs: GenerationInputs, group: ProcessGroup, strategy: Strategy) -> None:
-    """Brings all ranks to the state of the most advanced rank, or of the newest commit, and shards it with FSDP."""
+    """Brings all ranks to the state of the most advanced rank, or of the newest commit.
+
+    With FSDP, shards it and mirrors the shards.
+    """
     state, assignment = inputs.state, group.assignment
-    if assignment.resharding is not None:
+    if assignment.resharding is None:
+        _share_whole_state(inputs, group, strategy)
+    else:
+        state.mirror = None  # its rows are in what is held
         held = hand_over(state.held or NOTHING, group, inputs.activity.tick)
-        if not assignment.only_hands_over:
-            strategy.shard(state.optimizers)
-            state.layout = strategy.layout(state.optimizers)
-            state.load_state_dict(held.restored(state.layout))
-        state.held = held if assignment.only_hands_over else None
-        return
+        if assignment.only_hands_over:
+            state.held, state.shards = held, held.shards
+            return
+        strategy.shard(state.optimizers)
+        state.layout = strategy.layout(state.optimizers)
+        state.load_state_dict(held.restored(state.layout))
+        state.held = None
+    if state.is_sharded:
+        mirrors = inputs.job.config.fsdp.mirror and group.world_size > 1 and not assignment.handover_only
+        state.mirror = Mirror(state.module, state.optimizers, group, assignment.mirror_offset) if mirrors else None
+        held_shards = (group.rank, state.mirror.shard) if state.mirror is not None else (group.rank,)
+        state.shards = Shards(group.world_size, held_shards)
+
+
+def _share_whole_state(inputs: GenerationInputs, group: ProcessGroup, strategy: Strategy) -> None:
+    state, assignment = inputs.state, group.assignment
 
     def shard() -> Layout | None:
         strategy.shard(state.optimizers)

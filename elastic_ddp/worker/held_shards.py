@@ -15,6 +15,7 @@ from elastic_ddp.distributed.shard_moves import Spec, move_rows
 from elastic_ddp.distributed.state_transfer import transfer_tensors
 from elastic_ddp.tensors.dtensor import is_dtensor, shard_of
 from elastic_ddp.tensors.state_tree import Layout, dtype_name, dtype_of, flatten, local_part, unflatten
+from elastic_ddp.worker.mirror import Mirror
 
 
 @dataclass(frozen=True)
@@ -22,33 +23,42 @@ class HeldShards:
     """A rank's part of a state, which the next generation takes over from memory."""
 
     shards: Shards
-    """Which shards this rank holds; none if it has handed its rows over."""
+    """Which shards this rank holds, its own first; none if it has handed its rows over."""
     skeleton: Any
     """The tree of the state without tensors, as `flatten` returns it."""
     plain: dict[str, torch.Tensor]
     """The tensors that every rank holds, by name."""
-    rows: dict[str, torch.Tensor]
-    """This rank's rows of the sharded tensors."""
+    rows: dict[int, dict[str, torch.Tensor]]
+    """For each held shard, its rows of the sharded tensors."""
     specs: dict[str, Spec]
     """The sharded tensors as wholes."""
 
     @classmethod
-    def of(cls, state: dict[str, Any], group: ProcessGroup) -> HeldShards:
-        """Returns what this rank holds of the state of a generation. The tensors are not copied."""
+    def of(cls, state: dict[str, Any], shards: Shards, layout: Layout, mirror: Mirror | None) -> HeldShards:
+        """Returns what this rank holds of the state of a generation, and of its mirror. The tensors are not copied."""
         skeleton, tensors = flatten(state)
         sharded = {name: tensor for name, tensor in tensors.items() if is_dtensor(tensor)}
+        rows = {shards.held[0]: {name: local_part(tensor) for name, tensor in sharded.items()}}
+        if mirror is not None:
+            rows[mirror.shard] = mirror.rows(sharded, layout)
         return cls(
-            shards=Shards(group.world_size, (group.rank,)),
+            shards=shards,
             skeleton=skeleton,
             plain={name: tensor for name, tensor in tensors.items() if name not in sharded},
-            rows={name: local_part(tensor) for name, tensor in sharded.items()},
+            rows=rows,
             specs={name: Spec(tuple(tensor.shape), tensor.dtype) for name, tensor in sharded.items()},
         )
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether no row has moved to another rank."""
+        return all(rows.keys() == self.specs.keys() for rows in self.rows.values())
+
     def restored(self, layout: Layout | None) -> dict[str, Any]:
-        """Returns the state, sharded as this rank's model is now."""
+        """Returns the state of this rank's own shard, sharded as its model is now."""
         assert layout is not None
-        sharded = {name: shard_of(rows, layout(name)) for name, rows in self.rows.items()}  # type: ignore[arg-type]
+        own = self.rows[self.shards.held[0]]
+        sharded = {name: shard_of(rows, layout(name)) for name, rows in own.items()}  # type: ignore[arg-type]
         state: dict[str, Any] = unflatten(self.skeleton, {**self.plain, **sharded})
         return state
 
@@ -58,7 +68,7 @@ NOTHING = HeldShards(Shards(0, ()), None, {}, {}, {})
 
 
 def hand_over(held: HeldShards, group: ProcessGroup, tick: Callable[[], None]) -> HeldShards:
-    """Returns what this rank holds in the new generation. Collective; each row is sent once."""
+    """Returns what this rank holds in the new generation. Collective; each row is sent once, and freed as it moves."""
     resharding, source = group.assignment.resharding, group.assignment.source
     assert resharding is not None and source is not None
     header = None
@@ -77,6 +87,6 @@ def hand_over(held: HeldShards, group: ProcessGroup, tick: Callable[[], None]) -
         shards=Shards(len(resharding.keepers), (number,)),
         skeleton=received["skeleton"],
         plain=held.plain if plain is None else plain,
-        rows=rows,
+        rows={number: rows},
         specs=specs,
     )

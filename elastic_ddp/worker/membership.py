@@ -25,7 +25,6 @@ from elastic_ddp.telemetry.events import GenerationEnded, GenerationStarted
 from elastic_ddp.worker.agreed_events import AgreedEvents
 from elastic_ddp.worker.collective_tasks import CollectiveTasks
 from elastic_ddp.worker.generation import Generation, GenerationInputs, feeds_of, micro_batches_of, strategy_of
-from elastic_ddp.worker.held_shards import HeldShards
 from elastic_ddp.worker.phase_clock import PhaseClock
 from elastic_ddp.worker.warmup_step import WarmupStep
 
@@ -156,7 +155,7 @@ class WorkerMembership:
             if self._state.is_torn:
                 step = self._state.position.step
                 _log.warning("step %d failed while it changed the state: %s. Training restarts.", step, self._failure)
-            if (self._state.is_sharded and self._state.held is None) or self._state.is_torn:
+            if self._state.has_lost_shards or self._state.is_torn:
                 raise RestartTraining
             assignment = self._request_assignment(task)
             if assignment.source is None and (self._has_warmed_up or self._state.is_sharded):
@@ -165,6 +164,7 @@ class WorkerMembership:
                 # optimizer. The others wait.
                 self._kept_assignment = assignment
                 raise RestartTraining
+            self._resolve_doubt(assignment)
             self._num_broken = self._num_broken + 1 if assignment.same_members else 0
             try:
                 generation = self._open(assignment)
@@ -208,11 +208,12 @@ class WorkerMembership:
             return kept
         self.activity.enter("rendezvous")
         failure, self._failure = self._failure, None
-        held = self._state.held
-        holds_state = self.holds_state if held is None else bool(held.shards.held)
+        shards = self._state.shards
+        holds_state = self.holds_state if shards is None else bool(shards.held)
         return self._client.join(
             step=self._state.position.step if holds_state else None,
-            shards=None if held is None or not holds_state else held.shards,
+            shards=shards if holds_state else None,
+            can_finish=self._state.finish_step is not None,
             between_steps=task is None,
             failure=failure,
             committed=self._checkpointer.durable_step,
@@ -220,6 +221,17 @@ class WorkerMembership:
             resumable=not (self._state.is_changing or self.tasks.steps_have_ended),
             while_waiting=self._read_ahead,
         )
+
+    def _resolve_doubt(self, assignment: Assignment) -> None:
+        """If the vote on a step failed on this rank and passed on another one, finishes the step."""
+        state, finish_step = self._state, self._state.finish_step
+        if finish_step is None:
+            return
+        state.finish_step = None
+        if assignment.first_step == state.position.step + 1:
+            finish_step()
+        state.module.zero_grad(set_to_none=True)
+        state.hold()
 
     def _open(self, assignment: Assignment) -> Generation:
         self.account.begin()
@@ -362,7 +374,7 @@ class WorkerMembership:
             try:
                 with self.activity.within("leaving"):
                     if self._state.is_sharded and self._state.held is None and reason != RUN_ENDED:
-                        self._state.held = HeldShards.of(self._state.state_dict(), self.generation.group)
+                        self._state.hold()
                     self.generation.group.barrier()
             except Exception as error:
                 if not is_peer_failure(error):
@@ -374,12 +386,29 @@ class WorkerMembership:
         self.activity.end_generation()
         generation, self.generation = self.generation, None
         if generation is not None:
+            if not intact:
+                self._keep_shards(generation)
             self._checkpointer.generation_ended(intact=intact)
             self._client.on_failure(None)
             if generation.group.rank == 0:
                 number, step, account = generation.number, self._state.position.step, self.account.seconds()
                 self._client.record(GenerationEnded(generation=number, last_step=step, reason=reason, account=account))
             generation.close(intact=intact)
+
+    def _keep_shards(self, generation: Generation) -> None:
+        """Keeps what this rank holds of a sharded state after a failure, if it is whole."""
+        state = self._state
+        if not state.is_sharded or state.held is not None or state.is_torn:
+            return
+        generation.strategy.reshard()
+        if state.finish_step is not None:
+            return  # the next generation decides which step the shards are of
+        try:
+            state.hold()
+        except Exception as error:
+            if not is_peer_failure(error):
+                raise
+            # The state_dict() of a registered object gathers shards.
 
     def shut_down(self, *, save_within_s: float) -> None:
         """Stops reading, and waits up to `save_within_s` for the running save."""

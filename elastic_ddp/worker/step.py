@@ -112,7 +112,8 @@ class Step:
                 self._state.is_torn, self._state.position = True, self._start
                 self.agreed, self.loss = None, math.nan
             self.generation.buffers.revert()
-            self._state.module.zero_grad(set_to_none=True)
+            if self._state.finish_step is None:
+                self._state.module.zero_grad(set_to_none=True)
             return True
         if kind is None and error is not None:
             raise self._caught_error(error) from error
@@ -355,6 +356,11 @@ class Step:
         if self._is_logged:
             self.phases = self._logged.gather(generation.group, rows, strategy.ranges, generation.phases.take())
         total_norm = generation.group.synchronize(norm)  # the only wait for the end of the backward
+        self.skip_reason = self._find_reason_to_skip(agreed, total_norm)
+        if not self.skipped:
+            generation.mirror_gradients()
+        with state.in_doubt(None if self.skipped else self._step_optimizers):
+            generation.vote()
         self._activity.enter("optimizer")
         self._update(agreed, total_norm)
         self.loss = agreed.loss
@@ -363,22 +369,29 @@ class Step:
         self._activity.enter("between steps")
         self._activity.begin(f"the code after step {self.index}", is_users=True)
 
-    def _update(self, agreed: Agreement, norm: float | None) -> None:
-        """Changes the state, unless a value is not finite."""
-        generation, state, loss_scale = self.generation, self._state, self._state.loss_scale
+    def _find_reason_to_skip(self, agreed: Agreement, norm: float | None) -> str | None:
+        """Returns why the step must not change the model; None if it may. Collective if a value is not finite."""
+        generation = self.generation
         if agreed.total_weight == 0:
-            self.skip_reason = "the weights of all micro-batches are 0"
-        elif norm is not None:
-            find_rows = partial(rows_of, self._records, generation.feed, generation.group)
-            finds, policy = (generation.strategy.nonfinite_gradients, find_rows), generation.on_nonfinite
-            clips = generation.clip_grad_norm is not None
-            self.skip_reason = reason_to_skip(self.index, agreed.losses, norm, *finds, policy, loss_scale, clips)
+            return "the weights of all micro-batches are 0"
+        if norm is None:
+            return None
+        find_rows = partial(rows_of, self._records, generation.feed, generation.group)
+        finds, policy = (generation.strategy.nonfinite_gradients, find_rows), generation.on_nonfinite
+        clips, scale = generation.clip_grad_norm is not None, self._state.loss_scale
+        return reason_to_skip(self.index, agreed.losses, norm, *finds, policy, scale, clips)
+
+    def _step_optimizers(self) -> None:
+        self._state.step_optimizers(partial(seed_all, self.generation.seed, self.index, "optimize"))
+
+    def _update(self, agreed: Agreement, norm: float | None) -> None:
+        """Changes the state, each rank by itself."""
+        generation, state, loss_scale = self.generation, self._state, self._state.loss_scale
         state.is_changing = True
-        if self.skip_reason is not None:
+        if self.skipped:
             generation.buffers.revert()
         else:
-            seed_all(generation.seed, self.index, "optimize")
-            state.step_optimizers()
+            self._step_optimizers()
         state.step_schedulers(is_skipped=self.skipped)
         # Of the whole model: a gradient of a parameter in no optimizer would count in the next clipping.
         generation.strategy.clear_gradients()

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Annotated, Any, Protocol, runtime_checkable
 
@@ -16,9 +16,11 @@ from elastic_ddp.distributed.step_agreement import EMPTY_SAMPLES_DIGEST, extend_
 from elastic_ddp.errors import CheckpointError, ConfigError, shorten
 from elastic_ddp.tensors.state_tree import Layout, gather_full, local_part, weights_sha256
 from elastic_ddp.worker import hyperparameters
+from elastic_ddp.worker.held_shards import HeldShards
 from elastic_ddp.worker.hyperparameter_changes import Change
 from elastic_ddp.worker.hyperparameters import Every, Prepared, Schedule, steps_taken
 from elastic_ddp.worker.loss_scale import LossScale
+from elastic_ddp.worker.mirror import Mirror
 from elastic_ddp.worker.model_state import BUFFERS, PARAMETERS, left_out
 from elastic_ddp.worker.optimizer_state import (
     group_names,
@@ -41,8 +43,8 @@ from elastic_ddp.worker.state_checks import (
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from elastic_ddp.distributed.assignment import Shards
     from elastic_ddp.distributed.process_group import ProcessGroup
-    from elastic_ddp.worker.held_shards import HeldShards
 
 _Count = Annotated[int, Field(ge=0, le=2**62)]
 PREPARED = "prepared"
@@ -101,8 +103,14 @@ class TrainState:
     """The hyperparameters as the code of the session sets them; see `record_prepared`."""
     layout: Layout | None = None
     """How a restore lays out tensors on this rank; None if every rank holds the full state."""
+    shards: Shards | None = None
+    """With FSDP, the shards that this rank holds, its own first; None before the first generation."""
     held: HeldShards | None = None
     """With FSDP, what this rank holds of the state between two generations; None inside one, and if it is lost."""
+    mirror: Mirror | None = None
+    """With FSDP, the shard of another rank that this one keeps, inside a generation."""
+    finish_step: Callable[[], None] | None = None
+    """Set if the vote on a step failed on this rank: finishes the step, if the vote has passed on another one."""
     is_changing: bool = False
     """Whether a step has begun to change the state and its block has not ended."""
     is_torn: bool = False
@@ -118,6 +126,13 @@ class TrainState:
     def is_sharded(self) -> bool:
         """Whether this rank holds only a part of the state. After its generation, that part is in `held`, or lost."""
         return self.layout is not None
+
+    @property
+    def has_lost_shards(self) -> bool:
+        """Whether this rank no longer holds its part of a sharded state, after a generation."""
+        if not self.is_sharded or self.finish_step is not None:
+            return False
+        return self.held is None or not self.held.is_whole
 
     @property
     def module(self) -> torch.nn.Module:
@@ -153,11 +168,27 @@ class TrainState:
 
     # Steps of optimizers and schedulers.
 
-    def step_optimizers(self) -> None:
-        self._is_stepping = True
-        try:
+    @contextmanager
+    def in_doubt(self, finish_step: Callable[[], None] | None) -> Iterator[None]:
+        """The context of the vote on a step. If it fails, the vote may have passed on other ranks."""
+        self.finish_step = finish_step or (lambda: None)
+        yield
+        self.finish_step = None
+
+    def step_optimizers(self, seed: Callable[[], None]) -> None:
+        """Steps all optimizers, and this rank's mirror. `seed` seeds the generators."""
+
+        def step() -> None:
             for optimizer in self.optimizers:
                 optimizer.step()
+
+        self._is_stepping = True
+        try:
+            if self.mirror is not None:
+                self.mirror.step_with(step, seed)
+            else:
+                seed()
+                step()
         finally:
             self._is_stepping = False
 
@@ -243,6 +274,24 @@ class TrainState:
             **({} if self.prepared is None else {PREPARED: vars(self.prepared)}),
             **({} if self.loss_scale is None else {"loss_scale": asdict(self.loss_scale)}),
         }
+
+    def check_outlives(self, group: ProcessGroup) -> None:
+        """Raises a ConfigError if this rank could not keep its part of the state when another one dies. Collective."""
+        for name, registered in self.registered.items():
+            before = group.num_collectives()
+            state_of(registered, self.module)
+            if group.num_collectives() != before:
+                raise ConfigError(
+                    f"state_dict() of the registered {name!r} runs collectives, which fail after a worker has died. "
+                    "Register state that each rank holds as a whole. Or set fsdp.mirror = false: after a failure, the "
+                    "run then resumes from its newest commit."
+                )
+        self.state_dict()
+
+    def hold(self) -> None:
+        """Keeps this rank's shards for the next generation. Every rank calls it, as `state_dict`."""
+        assert self.shards is not None and self.layout is not None
+        self.held = HeldShards.of(self.state_dict(), self.shards, self.layout, self.mirror)
 
     def resume(self, state: dict[str, Any], tick: Callable[[], object] = lambda: None) -> tuple[list[Change], bool]:
         """Loads the state of a commit. Hyperparameters that the code has changed since keep the value in the code.

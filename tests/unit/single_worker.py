@@ -19,7 +19,7 @@ from elastic_ddp.config.run_config import DataConfig
 from elastic_ddp.data.micro_batches import MicroBatch
 from elastic_ddp.data.order import EpochShape, FeedPlan
 from elastic_ddp.data.user_calls import describe_rows
-from elastic_ddp.distributed.assignment import Assignment, Shards
+from elastic_ddp.distributed.assignment import Assignment, Resharding, Shards
 from elastic_ddp.errors import ConfigError
 from elastic_ddp.rendezvous.hang import Activity
 from elastic_ddp.rendezvous.member_requests import MemberRequest
@@ -71,6 +71,7 @@ class FakeClient:
         account: dict[str, float],
         resumable: bool,
         shards: Shards | None,
+        can_finish: bool,
         while_waiting: Callable[[PlannedAssignment], object],
     ) -> Assignment:
         self.joins.append((step, between_steps))
@@ -87,6 +88,7 @@ class FakeClient:
             # As if the others, who train when a newcomer plans its place, sent it their state: here, its own.
             source=None if step is None and self.planned_join is None else 0,
             first_step=step,
+            resharding=None if shards is None else Resharding(shards.num, (0,) * shards.num, (0,)),
             same_members=self.same_members and len(self.joins) > 1,
             in_collective_task=not between_steps,
             reason=reason,

@@ -84,7 +84,7 @@ def config_of(strategy: str, **settings: Any) -> RunConfig:
         micro_batch_size=SIZE,
         max_workers=M,
         strategy=strategy,
-        **settings,
+        **{"fsdp": {"mirror": False}, **settings},  # `Step` and `TrainState` step the mirrors
     )
 
 

@@ -15,7 +15,6 @@ from elastic_ddp.distributed.process_group import ProcessGroup
 from elastic_ddp.rendezvous.hang import Activity
 from elastic_ddp.tensors.state_tree import gather_full
 from elastic_ddp.worker.generation import share_state, strategy_of
-from elastic_ddp.worker.held_shards import HeldShards
 from elastic_ddp.worker.train_state import TrainState
 from tests.ranks import run_ranks
 from tests.unit.test_fsdp import OPTIMIZERS, SIZE, M, prepared, train_on
@@ -61,7 +60,9 @@ def _through(group: ProcessGroup, optimizer: str, changes: list[Change]) -> list
         formed = ProcessGroup.form(place, store=group.store, device=group.device, timeout_s=60)
         assert state.model is not None
         strategy = strategy_of(config)(state.model, config, formed)
-        inputs: Any = SimpleNamespace(state=state, restore=lambda *of: None, activity=Activity())
+        inputs: Any = SimpleNamespace(
+            state=state, restore=lambda *of: None, activity=Activity(), job=SimpleNamespace(config=config)
+        )
         share_state(inputs, formed, strategy)
         if not change.keepers:
             train_on(strategy, formed, state, ROWS, change.steps, 0.5)
@@ -70,7 +71,7 @@ def _through(group: ProcessGroup, optimizer: str, changes: list[Change]) -> list
             parameters = parameters or now
             assert all(one is other for one, other in zip(now, parameters, strict=True)), "references stay valid"
             states.append(_everything(state))
-            state.held = HeldShards.of(state.state_dict(), formed)
+            state.hold()
         formed.barrier()
         strategy.close()
         formed.close(intact=True)

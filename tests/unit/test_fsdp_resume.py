@@ -128,7 +128,9 @@ def begin_generation(
     if begin_with is not None:
         state.load_initial_weights = lambda group: begin_with(state.module, group)
     strategy = strategy_of(config)(state.model, config, group)
-    inputs: Any = SimpleNamespace(state=state, restore=restored, activity=Activity())
+    inputs: Any = SimpleNamespace(
+        state=state, restore=restored, activity=Activity(), job=SimpleNamespace(config=config)
+    )
     share_state(inputs, group, strategy)
     return state, strategy
 

@@ -128,7 +128,7 @@ def test_the_time_of_a_restart_does_not_belong_to_the_generation_before(new_run:
 
 def test_a_worker_whose_peer_dies_with_its_shard_restarts_and_keeps_its_place(new_run: NewRun) -> None:
     """All were to continue from memory. The next generation starts from the newest commit, so from step 0 here."""
-    run = new_run()
+    run = new_run(strategy="fsdp")
     client, model = client_of(run), prepared(run)
     join = client.join
 
@@ -137,13 +137,13 @@ def test_a_worker_whose_peer_dies_with_its_shard_restarts_and_keeps_its_place(ne
         if request["shards"] is None:
             return assignment
         assert request["shards"] == (1, (0,)) and request["step"] == 1
-        return replace(assignment, source=None, receivers=(), first_step=None)
+        return replace(assignment, source=None, receivers=(), first_step=None, resharding=None)
 
     client.join = lose_a_shard  # type: ignore[method-assign]
     with pytest.raises(RestartTraining):
         for step in run.steps():
             with step:
-                client.reconfigure_requested, run._state.layout = True, lambda name: None
+                client.reconfigure_requested = True
                 compute_gradients(step, model)
                 step.optimize()
     run._loop.restart()
@@ -161,8 +161,8 @@ def test_a_sharded_run_refuses_a_model_that_is_already_sharded(new_run: NewRun) 
         for step in run.steps():
             with step:
                 compute_gradients(step, model)
-                fail(step.index)
                 step.optimize()
+                fail(step.index)
     run._loop.restart()
     again = Run(run._loop)
     with pytest.raises(ConfigError, match=r"already sharded: 0\.weight"):
@@ -280,6 +280,14 @@ def test_an_evaluation_that_fails_after_each_restart_of_a_sharded_run_ends_the_r
 ) -> None:
     """Each restart resumes from the newest commit, and does steps and an evaluation before."""
     run, steps = new_run(strategy="fsdp", checkpoint={"every_steps": 2}), list[int]()
+    join = FakeClient.join
+
+    def lose_a_shard(client: FakeClient, **request: Any) -> Assignment:
+        assignment = join(client, **request)
+        lost: dict[str, Any] = {"source": None, "first_step": None, "resharding": None}
+        return assignment if request["failure"] is None else replace(assignment, **lost)
+
+    monkeypatch.setattr(FakeClient, "join", lose_a_shard)
 
     def measure(_: Generation) -> float:
         if run.position.step == 5:

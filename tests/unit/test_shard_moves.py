@@ -10,7 +10,7 @@ import torch
 from elastic_ddp.distributed import shard_moves
 from elastic_ddp.distributed.assignment import Resharding
 from elastic_ddp.distributed.process_group import ProcessGroup
-from elastic_ddp.distributed.shard_moves import Spec, move_rows, rows_of
+from elastic_ddp.distributed.shard_moves import Spec, move_rows, rotate_rows, rows_of
 from tests.ranks import run_ranks
 
 WHOLE = {
@@ -43,9 +43,10 @@ def moved(group: ProcessGroup, plans: list[Resharding], batch_bytes: int) -> lis
     shard_moves.BATCH_BYTES = batch_bytes
     results = []
     for plan in plans:
-        own = [shard for shard, holder in enumerate(plan.holders) if holder == group.rank][:1]
-        held = shards_of(own[0], plan.num) if own else {}
+        own = [shard for shard, holder in enumerate(plan.holders) if holder == group.rank]
+        held = {shard: shards_of(shard, plan.num) for shard in own}
         results.append({name: rows.tolist() for name, rows in move_rows(SPECS, held, plan, group).items()})
+        assert not any(held.values()), "what has moved is freed"
     return results
 
 
@@ -59,6 +60,7 @@ def test_each_keeper_gets_the_rows_of_its_shard(batch_bytes: int) -> None:
         Resharding(3, (0, 1, 2), (2,)),  # two leave
         Resharding(3, (0, 1, 2), (2, 1)),
         Resharding(2, (2, 0), (1,)),
+        Resharding(4, (0, 1, 0, 1), (0, 1, 2)),  # two have died, whose shards the others mirror
     ]
     for rank, results in enumerate(run_ranks(3, moved, plans, batch_bytes)):
         for plan, found in zip(plans, results, strict=True):
@@ -66,6 +68,20 @@ def test_each_keeper_gets_the_rows_of_its_shard(batch_bytes: int) -> None:
             if rank in plan.keepers:
                 expected = shards_of(plan.keepers.index(rank), len(plan.keepers))
             assert found == {name: rows.tolist() for name, rows in expected.items()}, (rank, plan)
+
+
+def rotated(group: ProcessGroup, offset: int, batch_bytes: int) -> dict[str, Any]:
+    shard_moves.BATCH_BYTES = batch_bytes
+    rows = rotate_rows(SPECS, shards_of(group.rank, group.world_size), offset, group)
+    return {name: each.tolist() for name, each in rows.items()}
+
+
+@pytest.mark.parametrize("offset", [1, 2])
+@pytest.mark.parametrize("batch_bytes", [40, 1 << 20])
+def test_each_rank_gets_the_shard_of_another_one(offset: int, batch_bytes: int) -> None:
+    for rank, found in enumerate(run_ranks(3, rotated, offset, batch_bytes)):
+        expected = shards_of((rank - offset) % 3, 3)
+        assert found == {name: rows.tolist() for name, rows in expected.items()}
 
 
 def test_a_single_rank_keeps_its_rows() -> None:

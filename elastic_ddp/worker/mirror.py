@@ -1,0 +1,167 @@
+"""`Mirror`: with FSDP, the shard of another rank, which this rank keeps too. If that rank dies, its shard survives.
+
+A step changes the state in two halves. Forward, backward, the exchange of gradients and the vote need all ranks; the
+optimizer does not. Before the vote, each rank sends the gradient of its shard to the rank that mirrors it. After the
+vote, both step the same rows with the same gradient: the mirror by a copy of the optimizers.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from elastic_ddp.distributed.process_group import ProcessGroup
+from elastic_ddp.distributed.shard_moves import Spec, rotate_rows
+from elastic_ddp.errors import ConfigError, format_exception, shorten
+from elastic_ddp.tensors.digest import digest_bits
+from elastic_ddp.tensors.dtensor import is_dtensor, shard_of
+from elastic_ddp.tensors.state_tree import Layout, flatten, local_part, unflatten
+from elastic_ddp.worker.optimizer_state import group_names, load_named_state, named_state
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+_WITHOUT = "Or set fsdp.mirror = false: after a failure, the run then resumes from its newest commit."
+_HOOKED = ("step", "state_dict", "load_state_dict")
+_NOT_COPIED = {"state", "step", *(f"_optimizer_{name}_{when}_hooks" for name in _HOOKED for when in ("pre", "post"))}
+"""Attributes of an optimizer. A scheduler sets `step`; the state is copied later, and hooks are the user's."""
+
+
+class Mirror:
+    """The parameters of the mirrored shard, and a copy of each optimizer that steps them.
+
+    Every rank creates it when it holds its shard, and makes the same calls.
+
+    Raises:
+        ConfigError: an optimizer cannot be copied, or state_dict() of the model has copies of parameters.
+    """
+
+    def __init__(
+        self, module: torch.nn.Module, optimizers: list[torch.optim.Optimizer], group: ProcessGroup, offset: int
+    ) -> None:
+        self._module, self._own_optimizers, self._group, self._offset = module, optimizers, group, offset
+        self.shard = (group.rank - offset) % group.world_size
+        """The number of the mirrored shard."""
+        names = {parameter: name for name, parameter in module.named_parameters()}
+        for name, value in module.state_dict(keep_vars=True).items():
+            if is_dtensor(value) and value not in names:
+                raise ConfigError(
+                    f"state_dict() of the model has a copy of a parameter as {name}, which a mirror cannot follow. "
+                    f"Return the parameter itself. {_WITHOUT}"
+                )
+        rows = self._receive(self._own_tensors())
+        self._parameters: dict[str, torch.nn.Parameter] = {}
+        mirrored: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
+        for parameter, name in names.items():
+            shard = shard_of(rows[name], parameter)  # type: ignore[arg-type]
+            self._parameters[name] = torch.nn.Parameter(shard, requires_grad=parameter.requires_grad)
+            mirrored[parameter] = self._parameters[name]
+        self._optimizers = [_copy_of(optimizer, mirrored) for optimizer in optimizers]
+        for number, (optimizer, copied) in enumerate(zip(optimizers, self._optimizers, strict=True)):
+            of_groups = group_names(optimizer, module)
+            skeleton, tensors = flatten({"optimizer": {str(number): named_state(optimizer, of_groups)}})
+            values = {name: _mirrored(tensor, rows.get(name)) for name, tensor in tensors.items()}
+            load_named_state(copied, of_groups, unflatten(skeleton, values)["optimizer"][str(number)])
+
+    def _own_tensors(self) -> dict[str, DTensor]:
+        """Returns the sharded tensors of this rank: parameters, and the state of the optimizers."""
+        optimizers = {
+            str(number): named_state(optimizer, group_names(optimizer, self._module))
+            for number, optimizer in enumerate(self._own_optimizers)
+        }
+        tensors = dict(self._module.named_parameters()) | flatten({"optimizer": optimizers})[1]
+        return {name: tensor for name, tensor in tensors.items() if is_dtensor(tensor)}
+
+    def _receive(self, own: Mapping[str, DTensor]) -> dict[str, torch.Tensor]:
+        """Sends this rank's rows of tensors to the rank that mirrors them. Returns those of the mirrored shard."""
+        specs = {name: Spec(tuple(tensor.shape), tensor.dtype) for name, tensor in own.items()}
+        rows = {name: local_part(tensor) for name, tensor in own.items()}
+        return rotate_rows(specs, rows, self._offset, self._group)
+
+    def receive_gradients(self) -> None:
+        """Receives the gradients of the mirrored shard. Collective."""
+        gradients = {name: each.grad for name, each in self._module.named_parameters() if each.grad is not None}
+        received = self._receive(gradients)  # type: ignore[arg-type]
+        for name, parameter in self._parameters.items():
+            parameter.grad = shard_of(received[name], parameter) if name in received else None  # type: ignore[arg-type]
+
+    def clear_gradients(self) -> None:
+        for parameter in self._parameters.values():
+            parameter.grad = None
+
+    def step_with(self, step_own: Callable[[], None], seed: Callable[[], None]) -> None:
+        """Steps the optimizers by `step_own`, and then their copies, each time with the same random numbers.
+
+        Raises a ConfigError if an optimizer ran a collective: its copy has another shard and no peers.
+        """
+        for own, copied in zip(self._own_optimizers, self._optimizers, strict=True):
+            for group, of_copy in zip(own.param_groups, copied.param_groups, strict=True):
+                of_copy.update({key: value for key, value in group.items() if key != "params"})
+        before = self._group.num_collectives()
+        seed()
+        step_own()
+        if self._group.num_collectives() != before:
+            kinds = ", ".join(type(optimizer).__name__ for optimizer in self._own_optimizers)
+            raise ConfigError(
+                f"a step of {kinds} ran collectives, so it needs all shards, and no mirror can repeat it. Use an "
+                f"optimizer that works element by element, such as AdamW. {_WITHOUT}"
+            )
+        seed()
+        for copied in self._optimizers:
+            copied.step()
+        self.clear_gradients()
+
+    def rows(self, state: Mapping[str, DTensor], layout: Layout) -> dict[str, torch.Tensor]:
+        """Returns the mirrored rows of sharded tensors of the state, by their names in `TrainState.state_dict`."""
+        tensors = self._tensors()
+        names = {parameter: name for name, parameter in self._module.named_parameters()}
+        return {name: tensors[name if name in tensors else names[layout(name)]] for name in state}  # type: ignore[index]
+
+    def _tensors(self) -> dict[str, torch.Tensor]:
+        """Returns the mirrored rows of what `_own_tensors` returns."""
+        optimizers = {
+            str(number): named_state(copied, group_names(own, self._module))
+            for number, (own, copied) in enumerate(zip(self._own_optimizers, self._optimizers, strict=True))
+        }
+        tensors = self._parameters | flatten({"optimizer": optimizers})[1]
+        return {name: local_part(tensor.detach()) for name, tensor in tensors.items() if is_dtensor(tensor)}
+
+    def compare(self) -> None:
+        """Compares each shard with its mirror. Collective. Raises a ConfigError on every rank if they differ."""
+        own = {name: digest_bits(local_part(tensor.detach())) for name, tensor in self._own_tensors().items()}
+        mirrored = {name: digest_bits(rows) for name, rows in self._tensors().items()}
+        gathered = [json.loads(each) for each in self._group.all_gather_bytes(json.dumps([own, mirrored]).encode())]
+        for rank, (of_owner, _) in enumerate(gathered):
+            of_mirror = gathered[(rank + self._offset) % self._group.world_size][1]
+            if differing := [name for name, digest in of_owner.items() if of_mirror.get(name) != digest]:
+                raise ConfigError(
+                    f"shard {rank} differs from its mirror in {shorten(differing, 5)}. An optimizer must change rows "
+                    f"alike on every rank: the change may not depend on rank, time, or other rows. {_WITHOUT}"
+                )
+
+
+def _mirrored(tensor: torch.Tensor, rows: torch.Tensor | None) -> torch.Tensor:
+    """Returns the mirror of a tensor of the state: of its rows, or a copy of what every rank holds."""
+    return tensor.clone() if rows is None else shard_of(rows, tensor)  # type: ignore[arg-type]
+
+
+def _copy_of(
+    optimizer: torch.optim.Optimizer, mirrored: Mapping[torch.nn.Parameter, torch.nn.Parameter]
+) -> torch.optim.Optimizer:
+    """Returns a copy of an optimizer that steps the mirrored parameters, without state."""
+    memo: dict[int, Any] = {id(parameter): mirror for parameter, mirror in mirrored.items()}
+    attributes = {name: value for name, value in vars(optimizer).items() if name not in _NOT_COPIED}
+    try:
+        copied: torch.optim.Optimizer = object.__new__(type(optimizer))
+        copied.__setstate__({**copy.deepcopy(attributes, memo), "state": defaultdict(dict)})
+    except Exception as error:
+        kind = type(optimizer).__name__
+        raise ConfigError(
+            f"the {kind} cannot be copied for the mirror of a shard: {format_exception(error)}. {_WITHOUT}"
+        ) from error
+    return copied
