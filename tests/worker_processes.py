@@ -77,6 +77,8 @@ class Plan:
     """Makes an object to register."""
     pause_s: float = 0.0
     """How long a step waits while `Workers.hold` holds the run."""
+    free_bytes: int | None = None
+    """The free memory of each worker; None for that of the machine."""
     num_rows: int = 1200
     num_nodes: int = 0
     """On how many nodes the workers are; 0 for one each."""
@@ -100,9 +102,13 @@ class Plan:
         )
 
 
-class Block(torch.nn.Sequential):
-    def __init__(self, dropout: float = 0.2) -> None:
-        super().__init__(torch.nn.Linear(WIDTH, WIDTH), torch.nn.Tanh(), torch.nn.Dropout(dropout))
+class Block(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.dropout = torch.nn.Linear(WIDTH, WIDTH), torch.nn.Dropout(0.2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.dropout(self.inner(x).tanh())
 
 
 class Model(torch.nn.Module):
@@ -136,6 +142,21 @@ class Checkpointed(torch.nn.Module):
         x = self.first(x)
         for block in self.blocks:
             x = checkpoint(block, x, use_reentrant=False)
+        return x
+
+
+class Compiled(Checkpointed):
+    """Compiled blocks, each a unit of FSDP. `Workers.num_graphs` counts the graphs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks:
+            block.compile(backend="aot_eager")
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
         return x
 
 
@@ -173,6 +194,9 @@ def train(run: Any, plan: Plan, strike: Callable[[str, int], None]) -> None:
                 strike("forward", step.index)
                 step.backward(output.square().mean())
             step.optimize()
+            if plan.make_model is Compiled:
+                count = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+                (plan.folder / f"graphs-{run._loop.client.member.id}").write_text(str(count))
             counter.steps.append(step.index)
     assert counter.steps == list(range(run.config.steps)), counter.steps
 
@@ -210,10 +234,14 @@ def _work(connection: Connection, plan: Plan, worker: int, group_size: int) -> N
     """The process of a worker."""
     import elastic_ddp.rendezvous.client as client
     import elastic_ddp.worker.generation as generation
+    import elastic_ddp.worker.membership as membership
+    import elastic_ddp.worker.mirror as mirror
     from elastic_ddp import signals
     from elastic_ddp.worker.main import work
 
     generation.MicroBatchFeed = FakeFeed  # type: ignore[misc]
+    if plan.free_bytes is not None:
+        mirror.free_bytes = membership.free_bytes = lambda device: plan.free_bytes  # type: ignore[attr-defined]
     client.ray = SimpleNamespace(get=get, exceptions=ray.exceptions)  # type: ignore[attr-defined]
     signals.on_sigterm = lambda listener: None
     torch.manual_seed(0)
@@ -237,7 +265,12 @@ def _work(connection: Connection, plan: Plan, worker: int, group_size: int) -> N
     )
     node = f"10.0.0.{worker % plan.num_nodes if plan.num_nodes else worker}"
     member = Member(
-        id=f"w{worker}", group_size=group_size, rank_in_group=worker, node=node, node_id=node, pid=os.getpid()
+        id=f"w{worker}",
+        group_size=group_size,
+        rank_in_group=worker % group_size,
+        node=node,
+        node_id=node,
+        pid=os.getpid(),
     )
     with suppress(ImportError):
         import elastic_ddp.worker.main as main
@@ -339,9 +372,9 @@ class Workers:
             current, progress = coordinator.membership.current, coordinator.event_log.progress
             return current is not None and len(current.members) == size and progress.get("world_size") == size
 
-        self._wait(has_size, f"a generation of {size}")
+        self.wait(has_size, f"a generation of {size}")
 
-    def _wait(self, condition: Callable[[], bool], what: str) -> None:
+    def wait(self, condition: Callable[[], bool], what: str) -> None:
         end = time.monotonic() + LIMIT_S
         while not condition():
             assert time.monotonic() < end, f"{what} did not come: {self.events()[-5:]}"
@@ -350,6 +383,9 @@ class Workers:
 
     def events(self) -> list[dict[str, Any]]:
         return [event.to_json() for event in self.rendezvous.actor._coordinator.event_log._events]
+
+    def of(self, name: str) -> list[dict[str, Any]]:
+        return [event for event in self.events() if event["event"] == name]
 
     def outcome(self) -> dict[str, Any]:
         """Waits for the end of the run, and returns what a test compares."""
@@ -367,7 +403,11 @@ class Workers:
 
     def generations(self) -> list[tuple[int, int]]:
         """Returns the world size and the first step of each generation that made steps."""
-        return [(each["world_size"], each["first_step"]) for each in self.events() if each["event"] == "generation"]
+        return [(each["world_size"], each["first_step"]) for each in self.of("generation")]
+
+    def num_graphs(self, worker: int) -> int:
+        """Returns how many graphs a worker with `Compiled` has compiled."""
+        return int((self.plan.folder / f"graphs-w{worker}").read_text())
 
     def end(self) -> None:
         for process in self.processes:

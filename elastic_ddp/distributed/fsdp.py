@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial, wraps
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -71,9 +72,11 @@ class FSDPStrategy(Strategy):
         self._reductions: dict[str, Reduction] = {}  # of the units with trained parameters, by name
         self._alone: dict[Node, list[torch.Tensor]] = {}  # the sums if there is one rank, which exchanges nothing
 
-    def shard(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    def shard(
+        self, optimizers: Sequence[torch.optim.Optimizer], rows: Mapping[str, torch.Tensor] = MappingProxyType({})
+    ) -> None:
         module = self._model.module
-        # In a model that was sharded before, parameters have no values now. The caller loads them.
+        # In a model that was sharded before, parameters have no values now: `rows` has them, or the caller loads them.
         former = self._take_off(optimizers)
         names = {id(parameter): name for name, parameter in module.named_parameters()}
         assert dist.group.WORLD is not None, "the generation's group is formed"
@@ -113,7 +116,7 @@ class FSDPStrategy(Strategy):
                 self._reductions[unit_names[unit]] = reduction
             self._hooks.append(unit.register_forward_pre_hook(partial(self._record_gathered, own)))
             torch_internals.wrap_waits(unit, self._as_communication)
-        _allocate(module, self._group.device, former)
+        _fill(module, self._group.device, rows, former)
         self._trained = self._find_trained()
         # The user created the optimizers with the parameters that the shards replaced.
         sharded = dict(module.named_parameters())
@@ -144,6 +147,7 @@ class FSDPStrategy(Strategy):
 
         return call
 
+    @torch.compiler.disable  # otherwise it is compiled for each unit, and again in each generation
     def _record_gathered(self, own: Sequence[ParameterLocation], unit: torch.nn.Module, inputs: Any) -> None:
         """A forward hook that records a unit's parameters after torch gathered them."""
         for location in own:
@@ -276,12 +280,17 @@ class FSDPStrategy(Strategy):
             torch_internals.release_groups(self._mesh)
 
 
-def _allocate(module: torch.nn.Module, device: torch.device, former: Mapping[str, torch.nn.Parameter]) -> None:
-    """Gives shards on the meta device memory, uninitialized. Those of an earlier generation keep their identity."""
+def _fill(
+    module: torch.nn.Module,
+    device: torch.device,
+    rows: Mapping[str, torch.Tensor],
+    former: Mapping[str, torch.nn.Parameter],
+) -> None:
+    """Gives shards on the meta device their rows, or memory. Those of an earlier generation keep their identity."""
     allocated: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
     for name, parameter in module.named_parameters():
         if isinstance(parameter, DTensor) and parameter.is_meta:
-            local = torch.empty_like(parameter.to_local(), device=device)
+            local = rows[name] if name in rows else torch.empty_like(parameter.to_local(), device=device)
             sharded = torch.nn.Parameter(shard_of(local, parameter), requires_grad=parameter.requires_grad)
             allocated[parameter] = former.get(name, sharded)
             if name in former:

@@ -35,6 +35,10 @@ class Spec:
     def row_bytes(self) -> int:
         return math.prod(self.shape[1:]) * self.dtype.itemsize
 
+    @property
+    def num_bytes(self) -> int:
+        return self.shape[0] * self.row_bytes
+
 
 def rows_of(num_rows: int, shard: int, num: int) -> range:
     """Returns the rows of a shard."""
@@ -93,7 +97,7 @@ def _batches(specs: Mapping[str, Spec]) -> Iterator[dict[str, Spec]]:
     batch: dict[str, Spec] = {}
     num_bytes = 0
     for name, spec in specs.items():
-        size = spec.shape[0] * spec.row_bytes
+        size = spec.num_bytes
         if batch and num_bytes + size > BATCH_BYTES:
             yield batch
             batch, num_bytes = {}, 0

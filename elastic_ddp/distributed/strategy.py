@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -99,8 +100,13 @@ class Strategy(ABC):
         self._sums: dict[str, int] = {}
         self._num_steps = 0
 
-    def shard(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:  # noqa: B027
-        """Turns the full model and its optimizers into the form in which they train."""
+    def shard(  # noqa: B027
+        self, optimizers: Sequence[torch.optim.Optimizer], rows: Mapping[str, torch.Tensor] = MappingProxyType({})
+    ) -> None:
+        """Turns the full model and its optimizers into the form in which they train.
+
+        `rows` may have this rank's rows of the parameters of a model that was sharded before. They become its shards.
+        """
 
     def layout(self, optimizers: Sequence[torch.optim.Optimizer]) -> Layout | None:
         """Returns how the state's tensors are sharded after `shard`, or None if every rank holds all of them."""

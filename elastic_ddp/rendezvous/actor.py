@@ -313,7 +313,7 @@ class Rendezvous:
         """Asks the workers to commit and stop at the next step boundary."""
         async with self._locked() as coordinator:
             coordinator.state.stop = True
-            coordinator.membership.min_workers = 1  # any member that holds the state can commit it
+            coordinator.membership.any_may_commit = True
             coordinator.apply_request()
             coordinator.notify_driver = True
 

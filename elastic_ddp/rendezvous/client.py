@@ -135,12 +135,13 @@ class RendezvousClient:
         resumable: bool = True,
         shards: Shards | None = None,
         can_finish: bool = False,
+        fewest_workers: int = 1,
         while_waiting: Callable[[PlannedAssignment], object] = lambda planned: None,
     ) -> Assignment:
         """Waits for the next generation and returns this worker's place in it.
 
         Args:
-            step, between_steps, committed, resumable, shards, can_finish: as in `JoinRequest`.
+            step, between_steps, committed, resumable, shards, can_finish, fewest_workers: as in `JoinRequest`.
             failure, account: as in `Rendezvous.join`.
             while_waiting: called now and then with the place that it may get.
 
@@ -154,6 +155,7 @@ class RendezvousClient:
             resumable=resumable,
             shards=shards,
             can_finish=can_finish,
+            fewest_workers=fewest_workers,
             committed=committed,
         )
         while True:

@@ -78,6 +78,8 @@ class JoinRequest:
     """The shards of the state that it holds; None if it holds the whole state, or none."""
     can_finish: bool = False
     """Whether it can finish the next step by itself: the ranks voted on it, and the outcome did not arrive."""
+    fewest_workers: int = 1
+    """The smallest generation in which its share of the state fits its memory."""
     committed: int | None = None
     """Steps done in the newest commit that it wrote itself."""
     at_s: float = 0.0

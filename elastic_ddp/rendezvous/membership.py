@@ -59,6 +59,8 @@ class Membership:
     """How the current generation failed, if it did."""
     commit_wanted: bool = False
     """Whether a commit is requested, even with too few workers to train."""
+    any_may_commit: bool = False
+    """Whether the run stops, so that a generation of any size may form to commit the state."""
     num_starting: int = 0
     """Number of workers that have been or will be started and have not joined yet."""
     dismissed: dict[str, str] = field(default_factory=dict)
@@ -75,6 +77,8 @@ class Membership:
     _leaving: dict[str, DrainNotice] = field(default_factory=dict)
     _interrupted_for: set[str] = field(default_factory=set)
     """Members for whose deadline a step was interrupted, which happens once."""
+    _fewest: int = 1
+    """The smallest generation that has memory for the state."""
     _too_few_since: float | None = None
     """When all survivors waited and were too few; None while that is not so."""
 
@@ -223,6 +227,11 @@ class Membership:
         """Maximum size of a generation."""
         return self.max_workers if self.wanted is None else min(self.wanted, self.max_workers)
 
+    @property
+    def _least(self) -> int:
+        """Minimum size of a generation that trains."""
+        return 1 if self.any_may_commit else max(1, self.min_workers, self._fewest)
+
     def wants_change(self, now_s: float) -> bool:
         """Whether the members of a healthy generation should end it at their next step boundary."""
         if not self._is_healthy() or not self._is_change_due(now_s):
@@ -233,9 +242,9 @@ class Membership:
     def _is_change_due(self, now_s: float) -> bool:
         staying, leaving = self._split()
         newcomers = self._newcomers()
-        if leaving and len(staying) + len(newcomers) >= max(1, self.min_workers):
+        if leaving and len(staying) + len(newcomers) >= self._least:
             return True
-        if len(staying) + len(leaving) < self.min_workers:  # members failed while none could join
+        if len(staying) + len(leaving) < self._least:  # members failed while none could join
             return True
         if any(self._leaving[member].is_urgent(now_s) for member in leaving) or len(staying) > self.limit:
             return True
@@ -269,6 +278,7 @@ class Membership:
             return None
         if (formed := self._form_for_task(now_s)) is not None:
             return formed
+        self._fewest = max((request.fewest_workers for request in self._waiting.values()), default=1)
         survivors = [member.id for member in self._alive()]
         if not survivors and not has_group_joined(self._waiting.values(), now_s):
             return None
@@ -331,7 +341,7 @@ class Membership:
     def _choose(self, requests: list[JoinRequest], now_s: float) -> tuple[list[JoinRequest], bool]:
         """Returns the members of the next generation, senior ones first, and whether it only transfers the state.
         Returns no members if there are too few."""
-        least = max(1, self.min_workers)
+        least = self._least
         staying = self._staying(requests)
         notices = [self._leaving[request.member.id] for request in requests if request.member.id in self._leaving]
         if len(staying) < least and notices and not any(notice.is_urgent(now_s) for notice in notices):
@@ -385,6 +395,8 @@ class Membership:
         have, to commit them."""
         staying = by_seniority(self._staying(chosen), [member.id for member in self._alive()])
         most = evenly(min(self.limit, len(staying)), self.evenly_divided)
+        if handover_only and most < self._fewest:
+            most = 0  # they have no memory for it: all commit
         keeping = (staying[:most] or chosen) if handover_only else chosen
         return {request.member.id for request in keeping}
 

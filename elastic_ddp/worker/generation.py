@@ -22,11 +22,11 @@ from elastic_ddp.distributed.state_transfer import check_same_model, transfer_st
 from elastic_ddp.distributed.store import StoreConnection
 from elastic_ddp.distributed.strategy import Strategy
 from elastic_ddp.rendezvous.hang import Activity
-from elastic_ddp.telemetry.events import HyperparametersDiffer
+from elastic_ddp.telemetry.events import HyperparametersDiffer, Warned
 from elastic_ddp.tensors.state_tree import Layout
 from elastic_ddp.worker.held_shards import NOTHING, hand_over
 from elastic_ddp.worker.loss_weight import unit_of
-from elastic_ddp.worker.mirror import Mirror
+from elastic_ddp.worker.mirror import Mirror, find_shortage
 from elastic_ddp.worker.nonfinite import Policy
 from elastic_ddp.worker.phase_clock import PhaseClock
 from elastic_ddp.worker.train_state import TrainState
@@ -283,15 +283,26 @@ def share_state(inputs: GenerationInputs, group: ProcessGroup, strategy: Strateg
         if assignment.only_hands_over:
             state.held, state.shards = held, held.shards
             return
-        strategy.shard(state.optimizers)
+        strategy.shard(state.optimizers, held.parameters())
         state.layout = strategy.layout(state.optimizers)
         state.load_state_dict(held.restored(state.layout))
         state.held = None
     if state.is_sharded:
-        mirrors = inputs.job.config.fsdp.mirror and group.world_size > 1 and not assignment.handover_only
-        state.mirror = Mirror(state.module, state.optimizers, group, assignment.mirror_offset) if mirrors else None
-        held_shards = (group.rank, state.mirror.shard) if state.mirror is not None else (group.rank,)
-        state.shards = Shards(group.world_size, held_shards)
+        _mirror_shards(inputs, group)
+
+
+def _mirror_shards(inputs: GenerationInputs, group: ProcessGroup) -> None:
+    """Gives each rank the shard of another one, if all have memory for it."""
+    state, assignment = inputs.state, group.assignment
+    state.mirror, state.shards = None, Shards(group.world_size, (group.rank,))
+    if group.world_size == 1 or assignment.handover_only or not inputs.job.config.fsdp.mirror:
+        return
+    if (shortage := find_shortage(state.mirror_bytes(), group)) is None:
+        state.mirror = Mirror(state.module, state.optimizers, group, assignment.mirror_offset)
+        state.shards = Shards(group.world_size, (group.rank, state.mirror.shard))
+    elif group.rank == 0:
+        text = f"The shards have no mirrors: {shortage}. If a worker dies, the run resumes from its newest commit."
+        inputs.record(Warned(text=text))
 
 
 def _share_whole_state(inputs: GenerationInputs, group: ProcessGroup, strategy: Strategy) -> None:

@@ -49,6 +49,17 @@ class HeldShards:
             specs={name: Spec(tuple(tensor.shape), tensor.dtype) for name, tensor in sharded.items()},
         )
 
+    def fewest_ranks(self, free_bytes: int) -> int:
+        """Returns the smallest number of ranks at which one has memory for its shard, and for the gradient of it."""
+        available = free_bytes + sum(tensor.nbytes for rows in self.rows.values() for tensor in rows.values())
+        needed = sum(spec.num_bytes * (1 if _is_of_optimizer(name) else 2) for name, spec in self.specs.items())
+        return max(1, -(-needed // max(available, 1)))
+
+    def parameters(self) -> dict[str, torch.Tensor]:
+        """Returns the rows of parameters of this rank's own shard, by their names in the model."""
+        own = self.rows[self.shards.held[0]]
+        return {name.partition(".")[2]: rows for name, rows in own.items() if not _is_of_optimizer(name)}
+
     @property
     def is_whole(self) -> bool:
         """Whether no row has moved to another rank."""
@@ -61,6 +72,10 @@ class HeldShards:
         sharded = {name: shard_of(rows, layout(name)) for name, rows in own.items()}  # type: ignore[arg-type]
         state: dict[str, Any] = unflatten(self.skeleton, {**self.plain, **sharded})
         return state
+
+
+def _is_of_optimizer(name: str) -> bool:
+    return name.startswith("optimizer.")
 
 
 NOTHING = HeldShards(Shards(0, ()), None, {}, {}, {})

@@ -22,6 +22,7 @@ from elastic_ddp.rendezvous.user_place import frames_of
 from elastic_ddp.telemetry.account import Account
 from elastic_ddp.telemetry.event import PEER_FAILED, RESUMED, RUN_ENDED, STARTED, STATE_TRANSFERRED
 from elastic_ddp.telemetry.events import GenerationEnded, GenerationStarted
+from elastic_ddp.tensors.free_memory import free_bytes
 from elastic_ddp.worker.agreed_events import AgreedEvents
 from elastic_ddp.worker.collective_tasks import CollectiveTasks
 from elastic_ddp.worker.generation import Generation, GenerationInputs, feeds_of, micro_batches_of, strategy_of
@@ -128,6 +129,7 @@ class WorkerMembership:
         self._failure: str | None = None  # how a peer failed, until this worker has joined again
         self._preparing_since: float | None = None  # when this worker began to prepare for another generation
         self._was_rank_0 = False
+        self._num_on_node = 1  # how many workers of the run each node has, about
         self._has_restarted = False
         self._has_warmed_up = False
         self._kept_assignment: Assignment | None = None  # in the generation that waits while this worker restarts
@@ -208,12 +210,13 @@ class WorkerMembership:
             return kept
         self.activity.enter("rendezvous")
         failure, self._failure = self._failure, None
-        shards = self._state.shards
+        shards, held = self._state.shards, self._state.held
         holds_state = self.holds_state if shards is None else bool(shards.held)
         return self._client.join(
             step=self._state.position.step if holds_state else None,
             shards=shards if holds_state else None,
             can_finish=self._state.finish_step is not None,
+            fewest_workers=1 if held is None else held.fewest_ranks(self._free_bytes()),
             between_steps=task is None,
             failure=failure,
             committed=self._checkpointer.durable_step,
@@ -221,6 +224,11 @@ class WorkerMembership:
             resumable=not (self._state.is_changing or self.tasks.steps_have_ended),
             while_waiting=self._read_ahead,
         )
+
+    def _free_bytes(self) -> int:
+        """Returns the free memory of this rank: of its GPU, or its part of the host's."""
+        free, device = free_bytes(self._inputs.device), self._inputs.device
+        return free // self._num_on_node if device.type == "cpu" or self._job.config.shares_gpu else free
 
     def _resolve_doubt(self, assignment: Assignment) -> None:
         """If the vote on a step failed on this rank and passed on another one, finishes the step."""
@@ -245,6 +253,7 @@ class WorkerMembership:
         self.activity.begin_generation(assignment.generation, generation.group.num_collectives)
         was_rank_0, self._was_rank_0 = self._was_rank_0, assignment.rank == 0
         self.holds_state = True
+        self._num_on_node = -(-assignment.world_size // assignment.num_nodes)
         if assignment.rank == 0:
             number, world_size, step = assignment.generation, assignment.world_size, self._state.position.step
             reason = RESUMED if assignment.reason == STARTED and step else assignment.reason

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import json
+import socket
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -20,6 +21,7 @@ from elastic_ddp.distributed.shard_moves import Spec, rotate_rows
 from elastic_ddp.errors import ConfigError, format_exception, shorten
 from elastic_ddp.tensors.digest import digest_bits
 from elastic_ddp.tensors.dtensor import is_dtensor, shard_of
+from elastic_ddp.tensors.free_memory import free_bytes
 from elastic_ddp.tensors.state_tree import Layout, flatten, local_part, unflatten
 from elastic_ddp.worker.optimizer_state import group_names, load_named_state, named_state
 
@@ -143,6 +145,20 @@ class Mirror:
                     f"shard {rank} differs from its mirror in {shorten(differing, 5)}. An optimizer must change rows "
                     f"alike on every rank: the change may not depend on rank, time, or other rows. {_WITHOUT}"
                 )
+
+
+def find_shortage(needed_bytes: int, group: ProcessGroup) -> str | None:
+    """Returns on which device there is too little memory for mirrors; None if there is enough. Collective."""
+    device = str(group.device) if group.device.type == "cuda" else "the host"
+    own = [f"{device} of {socket.gethostname()}", needed_bytes, free_bytes(group.device)]
+    by_device: dict[str, tuple[int, int]] = {}
+    for name, needed, free in map(json.loads, group.all_gather_bytes(json.dumps(own).encode())):
+        total, least = by_device.get(name, (0, free))
+        by_device[name] = total + needed, min(least, free)
+    for name, (needed, free) in by_device.items():
+        if needed > free:
+            return f"{name} has {free / 1e9:.2f} GB free, and they take {needed / 1e9:.2f} GB there"
+    return None
 
 
 def _mirrored(tensor: torch.Tensor, rows: torch.Tensor | None) -> torch.Tensor:

@@ -14,7 +14,7 @@ from pydantic.dataclasses import dataclass as validated
 from elastic_ddp.distributed.prepared_model import PreparedModel
 from elastic_ddp.distributed.step_agreement import EMPTY_SAMPLES_DIGEST, extend_samples_digest
 from elastic_ddp.errors import CheckpointError, ConfigError, shorten
-from elastic_ddp.tensors.state_tree import Layout, gather_full, local_part, weights_sha256
+from elastic_ddp.tensors.state_tree import Layout, flatten, gather_full, local_part, weights_sha256
 from elastic_ddp.worker import hyperparameters
 from elastic_ddp.worker.held_shards import HeldShards
 from elastic_ddp.worker.hyperparameter_changes import Change
@@ -274,6 +274,12 @@ class TrainState:
             **({} if self.prepared is None else {PREPARED: vars(self.prepared)}),
             **({} if self.loss_scale is None else {"loss_scale": asdict(self.loss_scale)}),
         }
+
+    def mirror_bytes(self) -> int:
+        """Returns how much memory a mirror of this rank's shard takes: values, gradients, and optimizer state."""
+        parameters = [local_part(parameter).nbytes for parameter in self.module.parameters()]
+        states = flatten([optimizer.state_dict()["state"] for optimizer in self.optimizers])[1].values()
+        return 2 * sum(parameters) + sum(local_part(tensor).nbytes for tensor in states)
 
     def check_outlives(self, group: ProcessGroup) -> None:
         """Raises a ConfigError if this rank could not keep its part of the state when another one dies. Collective."""

@@ -42,6 +42,8 @@ class MembershipHarness:
         rank: int | None = None,
         committed: int | None = None,
         shards: Shards | None = None,
+        can_finish: bool = False,
+        fewest_workers: int = 1,
     ) -> str | None:
         rank = len(self.members) if rank is None else rank
         known = self.members.setdefault(name, member(name, node, self.size, rank))
@@ -51,6 +53,8 @@ class MembershipHarness:
             between_steps=between_steps,
             resumable=resumable,
             shards=shards,
+            can_finish=can_finish,
+            fewest_workers=fewest_workers,
             committed=committed,
             at_s=self.now,
         )

@@ -72,6 +72,7 @@ class FakeClient:
         resumable: bool,
         shards: Shards | None,
         can_finish: bool,
+        fewest_workers: int,
         while_waiting: Callable[[PlannedAssignment], object],
     ) -> Assignment:
         self.joins.append((step, between_steps))

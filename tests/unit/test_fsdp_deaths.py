@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.worker_processes import IN_STEP, MOVE, Checkpointed, Fault, Plan, workers
+from tests.worker_processes import IN_STEP, MOVE, Checkpointed, Compiled, Fault, Plan, workers
 
 SILENCE = {"heartbeat_timeout_s": 1.0}
 
@@ -39,7 +39,7 @@ def test_a_calm_run_has_equal_bits_at_every_size(tmp_path: Path, calm: dict[str,
     assert trained(tmp_path, size) == (calm, [(size, 0)])
 
 
-@pytest.mark.parametrize("worker", range(3))
+@pytest.mark.parametrize("worker", [0, *(pytest.param(worker, marks=pytest.mark.chaos) for worker in (1, 2))])
 @pytest.mark.parametrize("place", IN_STEP)
 def test_a_death_costs_the_step_in_flight(tmp_path: Path, calm: dict[str, Any], place: str, worker: int) -> None:
     outcome, generations = trained(tmp_path, 3, Fault(worker, place))
@@ -48,6 +48,7 @@ def test_a_death_costs_the_step_in_flight(tmp_path: Path, calm: dict[str, Any], 
     assert generations[0] == (3, 0) and generations[1] in ([(2, 3), (2, 4)] if is_done else [(2, 3)])
 
 
+@pytest.mark.chaos
 @pytest.mark.parametrize("worker", range(3))
 @pytest.mark.parametrize("place", IN_STEP)
 def test_a_worker_that_freezes_costs_the_step_in_flight(
@@ -94,13 +95,13 @@ def test_deaths_of_ranks_that_do_not_mirror_each_other_cost_the_step_in_flight(
 def test_the_run_resumes_from_its_commit_if_a_shard_and_its_mirror_die(tmp_path: Path, calm: dict[str, Any]) -> None:
     faults = [Fault(worker, "vote", 5) for worker in (1, 2)]
     outcome, generations = trained(tmp_path, 3, *faults, checkpoint={"every_steps": 2})
-    assert outcome == calm and generations[-1] == (1, 4)
+    assert outcome == calm and generations[-1] in [(1, 4), (1, 2)]
 
 
 def test_without_mirrors_a_death_resumes_from_the_commit(tmp_path: Path, calm: dict[str, Any]) -> None:
     fsdp = {"shard_classes": ["Block"], "mirror": False}
     outcome, generations = trained(tmp_path, 3, Fault(1, "vote", 5), checkpoint={"every_steps": 2}, fsdp=fsdp)
-    assert (outcome, generations) == (calm, [(3, 0), (2, 4)])
+    assert outcome == calm and generations in ([(3, 0), (2, 4)], [(3, 0), (2, 2)])  # the save may not have ended
 
 
 @pytest.mark.parametrize("worker", range(3))
@@ -147,10 +148,10 @@ def test_a_death_does_not_change_the_bits_of_any_kind_of_job(
 
 
 def test_sizes_change_in_place(tmp_path: Path) -> None:
-    settings = {"steps": 150}
+    settings = {"steps": 60}
     calm_folder = tmp_path / "calm"
     calm_folder.mkdir()
-    with workers(Plan(tmp_path, settings, pause_s=0.05, num_nodes=1)) as run:
+    with workers(Plan(tmp_path, settings, pause_s=0.3, num_nodes=1)) as run:
         with run.hold():
             run.start(1)
             run.wait_for_size(1)
@@ -165,6 +166,61 @@ def test_sizes_change_in_place(tmp_path: Path) -> None:
             run.wait_for_size(1)
         found = run.outcome()
         sizes = iter([size for size, _ in run.generations()])  # workers that start together may join one by one
-        assert {event["step"] for event in run.events() if event["event"] == "commit"} == {150}
+        assert {event["step"] for event in run.events() if event["event"] == "commit"} == {60}
     assert all(size in sizes for size in (1, 3, 2, 4, 1)), "in this order"
     assert found == trained(calm_folder, 2, **settings)[0]
+
+
+@pytest.mark.chaos
+def test_compiled_blocks_are_not_compiled_again_when_sizes_change(tmp_path: Path) -> None:
+    """One worker stays, another one joins and leaves five times."""
+    settings = {"steps": 100}
+    calm_folder = tmp_path / "calm"
+    calm_folder.mkdir()
+    with workers(Plan(tmp_path, settings, make_model=Compiled, pause_s=0.3, num_nodes=1)) as run:
+        with run.hold():
+            run.start(1)
+            run.wait_for_size(1)
+            for number in range(5):
+                run.rendezvous.ask("resize", 2)
+                run.start(1)
+                run.wait_for_size(2)
+                run.rendezvous.ask("resize", 1)
+                run.wait_for_size(1)
+                if number == 0:
+                    num_graphs = run.num_graphs(0)
+        found = run.outcome()
+        assert run.num_graphs(0) == num_graphs > 0
+    with workers(Plan(calm_folder, settings, make_model=Compiled)) as run:
+        run.start(2)
+        assert run.outcome() == found
+
+
+def test_mirrors_that_do_not_fit_are_left_out(tmp_path: Path, calm: dict[str, Any]) -> None:
+    plan = Plan(tmp_path, {"checkpoint": {"every_steps": 2}}, (Fault(1, "vote", 5),), free_bytes=1000)
+    with workers(plan) as run:
+        run.start(3)
+        assert run.outcome() == calm
+        assert run.generations() in ([(3, 0), (2, 4)], [(3, 0), (2, 2)])
+        [warned, *_] = [event["text"] for event in run.events() if event["event"] == "warning"]
+        assert "have no mirrors: the host of" in warned and "0.00 GB free" in warned
+
+
+def test_shards_that_do_not_fit_fewer_workers_are_committed_and_wait_for_a_replacement(tmp_path: Path) -> None:
+    settings = {"steps": 60, "fsdp": {"shard_classes": ["Block"], "mirror": False}}
+    calm_folder = tmp_path / "calm"
+    calm_folder.mkdir()
+    with workers(Plan(tmp_path, settings, free_bytes=800, pause_s=0.3)) as run:
+        with run.hold():
+            run.start(3)
+            run.wait_for_size(3)
+            run.rendezvous.ask("drain", "10.0.0.1", 2.0)
+            run.wait(lambda: bool(run.of("commit")), "a commit")
+            run.start(1)
+            run.wait(lambda: run.generations()[-1][1] > 0, "another generation")
+        found = run.outcome()
+        [commit, *_] = run.of("commit")
+        assert run.generations()[-1] == (3, commit["step"]), "two workers wait for a third one"
+    with workers(Plan(calm_folder, settings)) as run:
+        run.start(1)
+        assert run.outcome() == found

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from elastic_ddp.distributed.assignment import Resharding
-from tests.unit.membership_harness import AT_ONCE, FAILED, harness_of, ids_of
+from typing import Any
+
+from elastic_ddp.distributed.assignment import Resharding, Shards
+from elastic_ddp.rendezvous.members import DrainNotice
+from tests.unit.membership_harness import AT_ONCE, FAILED, MembershipHarness, harness_of, ids_of
 
 
 def test_newcomers_get_rows_from_the_members_that_hold_shards() -> None:
@@ -81,3 +84,98 @@ def test_a_state_that_lacks_a_shard_is_lost() -> None:
     formed = harness.formed()
     assert ids_of(formed) == ["a", "c"]
     assert (formed.source, formed.first_step, formed.resharding) == (None, None, None)
+
+
+def all_mirror(harness: MembershipHarness, names: str, step: int, *, of: int, **changes: Any) -> None:
+    """Members join of a generation of `of`, in which each holds its shard and that of the member before."""
+    for name in names:
+        number = "abcdefgh".index(name)
+        assert harness.join(name, step, shards=Shards(of, (number, (number - 1) % of)), **changes) is None
+
+
+def test_a_shard_outlives_its_owner_on_the_member_that_mirrors_it() -> None:
+    harness = harness_of("abc")
+    harness.membership.mark_failed("b", FAILED)
+    all_mirror(harness, "ac", 5, of=3)
+    formed = harness.formed()
+    assert (ids_of(formed), formed.first_step, formed.handover_only) == (["a", "c"], 5, False)
+    assert formed.resharding == Resharding(3, (0, 1, 1), (0, 1)), "the owners send their own shards"
+
+
+def test_a_shard_is_lost_with_its_owner_and_its_mirror() -> None:
+    harness = harness_of("abcd")
+    for name in "bc":
+        harness.membership.mark_failed(name, FAILED)
+    all_mirror(harness, "ad", 5, of=4)
+    assert harness.formed().first_step is None
+
+
+def test_a_member_that_leaves_need_not_hand_over_what_is_mirrored() -> None:
+    harness = harness_of("abc")
+    harness.membership.ask_to_leave("a", AT_ONCE)
+    all_mirror(harness, "abc", 5, of=3)
+    formed = harness.formed()
+    assert (ids_of(formed), formed.handover_only) == (["b", "c"], False)
+    assert formed.resharding == Resharding(3, (0, 0, 1), (0, 1))
+
+
+def test_members_in_doubt_finish_the_step_that_another_one_has_finished() -> None:
+    harness = harness_of("abc")
+    harness.membership.mark_failed("b", FAILED)
+    all_mirror(harness, "a", 5, of=3, can_finish=True)
+    all_mirror(harness, "c", 6, of=3)
+    formed = harness.formed()
+    assert (formed.first_step, formed.source, formed.receivers) == (6, 1, (0,))
+    assert formed.resharding == Resharding(3, (0, 1, 1), (0, 1))
+
+
+def test_members_that_are_all_in_doubt_repeat_the_step() -> None:
+    harness = harness_of("abc")
+    harness.membership.mark_failed("b", FAILED)
+    all_mirror(harness, "ac", 5, of=3, can_finish=True)
+    assert harness.formed().first_step == 5
+
+
+def test_members_that_failed_before_the_vote_repeat_the_step_with_those_in_doubt() -> None:
+    harness = harness_of("abc")
+    all_mirror(harness, "ab", 5, of=3, can_finish=True)
+    all_mirror(harness, "c", 5, of=3)
+    formed = harness.formed()
+    assert (formed.first_step, formed.receivers) == (5, ())
+
+
+def test_survivors_without_memory_for_the_state_wait_for_a_replacement() -> None:
+    harness = harness_of("abc")
+    harness.membership.mark_failed("b", FAILED)
+    all_mirror(harness, "ac", 5, of=3, fewest_workers=3)
+    assert harness.form() is None
+    harness.all_join("d")
+    assert harness.names() == ["a", "c", "d"]
+
+
+def test_survivors_without_memory_for_the_state_commit_it_when_the_run_stops() -> None:
+    harness = harness_of("abc")
+    harness.membership.mark_failed("b", FAILED)
+    all_mirror(harness, "ac", 5, of=3, fewest_workers=3)
+    harness.membership.any_may_commit = True
+    assert harness.names() == ["a", "c"]
+
+
+def test_members_that_leave_commit_what_does_not_fit_the_others() -> None:
+    harness = harness_of("abc")
+    harness.membership.ask_to_leave("a", AT_ONCE)
+    for number, name in enumerate("abc"):
+        assert harness.join(name, 5, shards=Shards(3, (number,)), fewest_workers=3) is None
+    formed = harness.formed()
+    assert formed.handover_only and formed.resharding == Resharding(3, (0, 1, 2), (0, 1, 2))
+
+
+def test_a_drain_without_memory_for_fewer_workers_waits_for_its_deadline() -> None:
+    harness = harness_of("abc")
+    for number, name in enumerate("abc"):
+        assert harness.join(name, 5, shards=Shards(3, (number,)), fewest_workers=3) is None
+    harness.formed()
+    harness.membership.ask_to_leave("a", DrainNotice(given_s=harness.now, within_s=100.0))
+    assert not harness.wants_change
+    harness.now += 60.0
+    assert harness.wants_change

@@ -99,7 +99,7 @@ class Sharded(Average):
         ({"make_optimizer": Normalized}, ("a step of Normalized", "ran collectives", "fsdp.mirror = false")),
         (
             {"make_optimizer": ByRank},
-            ("differs from its mirror in first.bias, blocks.0.0.weight", "fsdp.mirror = false"),
+            ("differs from its mirror in first.bias, blocks.0.inner.weight", "fsdp.mirror = false"),
         ),
         ({"make_optimizer": Locked}, ("the Locked cannot be copied", "generator", "fsdp.mirror = false")),
         ({"make_model": Copying}, ("a copy of a parameter as first.weight", "fsdp.mirror = false")),
@@ -121,6 +121,8 @@ def _step(group: ProcessGroup) -> list[str]:
     """Steps a shard and its mirror with each of torch's optimizers. Returns the errors of comparisons."""
     errors = []
     for name, make in {**ELEMENT_BY_ELEMENT, "fused AdamW": partial(torch.optim.AdamW, fused=True)}.items():
+        if name == "Rprop":
+            continue  # torch's does not work with shards
         config, state = prepared("fsdp", lambda module, make=make: make(module.parameters()))
         assert state.model is not None
         strategy = strategy_of(config)(state.model, config, group)
