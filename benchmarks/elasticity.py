@@ -20,7 +20,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
@@ -108,10 +108,20 @@ def trigger(event: str, system: System, rank: int, *, timeout_s: float, workers:
 
 
 def run_system(
-    make: type[System], scratch: Path, *, events: list[str], repeats: int, seed: int, timeout_s: float
+    make: type[System],
+    scratch: Path,
+    *,
+    events: list[str],
+    repeats: int,
+    seed: int,
+    timeout_s: float,
+    sizes: Mapping[str, tuple[int, int]] = WORKERS,
 ) -> dict[str, Any]:
     """Triggers all events in one run, and starts a new run after each that it does not survive. Returns the figures of
-    each event, and the seconds from the start of each run to its first step."""
+    each event, and the seconds from the start of each run to its first step.
+
+    `sizes` has the number of workers before and after each event.
+    """
     results: dict[str, list[dict[str, Any]]] = {event: [] for event in events}
     starts: list[float] = []
     ranks = random.Random(seed)
@@ -119,27 +129,27 @@ def run_system(
     workers, begun = 0, False
     try:
         for _ in range(repeats):
-            rank = ranks.randrange(WORKERS["kill"][0])
+            rank = ranks.randrange(sizes["kill"][0])
             for event in events:
                 if sum(not figures["recovered"] for figures in results[event]) >= MAX_FAILURES:
                     continue
-                if system is None or workers != WORKERS[event][0]:
+                if system is None or workers != sizes[event][0]:
                     if system is not None:
                         system.stop()
                     system = make(Path(tempfile.mkdtemp(dir=scratch)))
-                    system.start(WORKERS[event][0])
-                    at, condition = time.time(), partial(has_begun, workers=WORKERS[event][0])
+                    system.start(sizes[event][0])
+                    at, condition = time.time(), partial(has_begun, workers=sizes[event][0])
                     begun, ends = wait_until(system, condition, timeout_s)
                     starts += [ends[0].time - at] if begun else []
                 if begun:
-                    figures = trigger(event, system, rank, timeout_s=timeout_s)
+                    figures = trigger(event, system, rank, timeout_s=timeout_s, workers=sizes[event][1])
                 else:
                     figures = {"recovered": False, "outcome": f"not started within {timeout_s:g} s"}
                     console.print((system.folder / "log").read_text(errors="replace")[-4000:], markup=False)
                 results[event].append(figures)
                 # A frozen machine stays part of the run, and a resized run keeps its size.
                 is_reusable = figures["recovered"] and event not in ("silence", "resize")
-                workers = WORKERS[event][1] if is_reusable else 0
+                workers = sizes[event][1] if is_reusable else 0
                 console.print(f"{make.about.name}, {event}: {_describe(figures)}", highlight=False, soft_wrap=True)
     finally:
         if system is not None:
