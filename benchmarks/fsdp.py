@@ -76,7 +76,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=positive_int, default=3, help="stalls: of each event on each system")
     parser.add_argument("--systems", type=names_of, default=list(SYSTEMS), help=f"stalls: {','.join(SYSTEMS)}")
     parser.add_argument("--seed", type=int, default=0, help="stalls: decides which ranks are killed")
-    parser.add_argument("--timeout-s", type=float, default=120.0, help="stalls: seconds that a system has to recover")
+    parser.add_argument("--timeout-s", type=float, default=300.0, help="stalls: seconds that a system has to recover")
     parser.add_argument("--turns", type=positive_int, default=4, help="cost: turns of each side")
     options = parser.parse_args()
     if unknown := sorted({*options.parts} - {*PARTS}) + sorted({*options.systems} - {*SYSTEMS}):

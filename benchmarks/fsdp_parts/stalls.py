@@ -28,6 +28,8 @@ TITLES = {
     "drain": "a worker is drained (2, then 1)",
 }
 CHECKPOINT_STEPS = 10
+SETTLED_STEPS = 20
+"""Steps after which an event is over: fewer than in `peers/measures.py`, because a step may take more than a second."""
 
 
 def _with_fsdp(about: About) -> str:
@@ -84,7 +86,7 @@ def measure_system(name: str, scratch: Path, *, parameters: int, **options: Any)
     """Returns what `elasticity.run_system` does, for a model of about this many parameters."""
     system = SYSTEMS[name]
     sized: type[System] = type(system.__name__, (system,), {"parameters": parameters})
-    return run_system(sized, scratch, events=list(EVENTS), sizes=EVENTS, **options)
+    return run_system(sized, scratch, events=list(EVENTS), sizes=EVENTS, settled_steps=SETTLED_STEPS, **options)
 
 
 def rows_of(results: dict[str, Any]) -> list[list[str]]:
