@@ -20,7 +20,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
@@ -30,7 +30,7 @@ from typing import Any
 
 from arguments import positive_int
 from peers import report
-from peers.measures import Event, has_begun, is_settled, measure
+from peers.measures import SETTLED_STEPS, Event, has_begun, is_settled, measure
 from peers.ours import ElasticDDP
 from peers.ray_torch_ft import RayTrainTorchFT
 from peers.ray_train import RayTrain, RayTrainTuned
@@ -85,7 +85,15 @@ def wait_until(
     return True, ends
 
 
-def trigger(event: str, system: System, rank: int, *, timeout_s: float, workers: int | None = None) -> dict[str, Any]:
+def trigger(
+    event: str,
+    system: System,
+    rank: int,
+    *,
+    timeout_s: float,
+    workers: int | None = None,
+    settled_steps: int = SETTLED_STEPS,
+) -> dict[str, Any]:
     """Triggers an event in a training run, waits until the run has recovered, and returns the figures.
 
     `workers` is the number of workers afterwards, by default that of `WORKERS`.
@@ -101,17 +109,28 @@ def trigger(event: str, system: System, rank: int, *, timeout_s: float, workers:
         system.resize(WORKERS[event][1])
     else:
         system.stop_machine(signal.SIGKILL if event == "node" else signal.SIGSTOP)
-    happened = Event(at, workers or WORKERS[event][1], victim)
+    happened = Event(at, workers or WORKERS[event][1], victim, settled_steps)
     _, ends = wait_until(system, partial(is_settled, event=happened), timeout_s)
     figures = measure(ends, happened, now=time.time(), ended=system.ended())
     return {"rank": rank if event == "kill" else None, "load": load, **figures}
 
 
 def run_system(
-    make: type[System], scratch: Path, *, events: list[str], repeats: int, seed: int, timeout_s: float
+    make: type[System],
+    scratch: Path,
+    *,
+    events: list[str],
+    repeats: int,
+    seed: int,
+    timeout_s: float,
+    sizes: Mapping[str, tuple[int, int]] = WORKERS,
+    settled_steps: int = SETTLED_STEPS,
 ) -> dict[str, Any]:
     """Triggers all events in one run, and starts a new run after each that it does not survive. Returns the figures of
-    each event, and the seconds from the start of each run to its first step."""
+    each event, and the seconds from the start of each run to its first step.
+
+    `sizes` has the number of workers before and after each event. A run has settled after `settled_steps` steps.
+    """
     results: dict[str, list[dict[str, Any]]] = {event: [] for event in events}
     starts: list[float] = []
     ranks = random.Random(seed)
@@ -119,27 +138,29 @@ def run_system(
     workers, begun = 0, False
     try:
         for _ in range(repeats):
-            rank = ranks.randrange(WORKERS["kill"][0])
+            rank = ranks.randrange(sizes["kill"][0])
             for event in events:
                 if sum(not figures["recovered"] for figures in results[event]) >= MAX_FAILURES:
                     continue
-                if system is None or workers != WORKERS[event][0]:
+                before, after = sizes[event]
+                if system is None or workers != before:
                     if system is not None:
                         system.stop()
                     system = make(Path(tempfile.mkdtemp(dir=scratch)))
-                    system.start(WORKERS[event][0])
-                    at, condition = time.time(), partial(has_begun, workers=WORKERS[event][0])
+                    system.start(before)
+                    at, condition = time.time(), partial(has_begun, workers=before, settled_steps=settled_steps)
                     begun, ends = wait_until(system, condition, timeout_s)
                     starts += [ends[0].time - at] if begun else []
                 if begun:
-                    figures = trigger(event, system, rank, timeout_s=timeout_s)
+                    options: dict[str, Any] = {"timeout_s": timeout_s, "settled_steps": settled_steps}
+                    figures = trigger(event, system, rank, workers=after, **options)
                 else:
                     figures = {"recovered": False, "outcome": f"not started within {timeout_s:g} s"}
                     console.print((system.folder / "log").read_text(errors="replace")[-4000:], markup=False)
                 results[event].append(figures)
                 # A frozen machine stays part of the run, and a resized run keeps its size.
                 is_reusable = figures["recovered"] and event not in ("silence", "resize")
-                workers = WORKERS[event][1] if is_reusable else 0
+                workers = after if is_reusable else 0
                 console.print(f"{make.about.name}, {event}: {_describe(figures)}", highlight=False, soft_wrap=True)
     finally:
         if system is not None:

@@ -23,6 +23,8 @@ class Event:
     workers: int
     victim: int | None = None
     """Id of the killed process."""
+    settled_steps: int = SETTLED_STEPS
+    """Number of steps with all workers after which the run has settled."""
 
 
 def is_settled(ends: Sequence[StepEnd], event: Event) -> bool:
@@ -35,14 +37,14 @@ def is_settled(ends: Sequence[StepEnd], event: Event) -> bool:
         if end.time < back or end.world_size != event.workers:
             return False
         steps.add(end.step)
-        if len(steps) > SETTLED_STEPS:
+        if len(steps) > event.settled_steps:
             return True
     return False
 
 
-def has_begun(ends: Sequence[StepEnd], workers: int) -> bool:
+def has_begun(ends: Sequence[StepEnd], workers: int, settled_steps: int = SETTLED_STEPS) -> bool:
     """Whether a new run trains with the expected number of workers."""
-    return is_settled(ends, Event(0.0, workers))
+    return is_settled(ends, Event(0.0, workers, settled_steps=settled_steps))
 
 
 def _back_at(ends: Sequence[StepEnd], event: Event) -> float | None:

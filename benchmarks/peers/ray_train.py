@@ -7,6 +7,7 @@ import json
 import logging
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -99,7 +100,7 @@ def train(config: dict[str, Any]) -> None:
                 ray.train.report({}, checkpoint=saved)
 
 
-def run(config: dict[str, Any]) -> None:
+def run(config: dict[str, Any], function: Callable[[dict[str, Any]], None] = train, max_workers: int = 3) -> None:
     import ray
     import ray.train
     from ray import cloudpickle
@@ -108,11 +109,11 @@ def run(config: dict[str, Any]) -> None:
     cloudpickle.register_pickle_by_value(workload)  # nodes cannot import this folder
     ray.init(logging_level=logging.WARNING)
     TorchTrainer(
-        train,
+        function,
         train_loop_config=config,
         torch_config=TorchConfig(backend="gloo"),
         scaling_config=ray.train.ScalingConfig(
-            num_workers=(1, 3), elastic_resize_monitor_interval_s=config["resize_interval_s"]
+            num_workers=(1, max_workers), elastic_resize_monitor_interval_s=config["resize_interval_s"]
         ),
         run_config=ray.train.RunConfig(
             name="elasticity",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,8 @@ def stalls(results: dict[str, Any], system: str, event: str) -> list[float]:
 
 def ratio_to_ours(results: dict[str, Any], system: str, event: str) -> float | None:
     """Returns the ratio of the median stalls, or None if one was not measured."""
+    if OURS not in results["systems"]:
+        return None
     theirs, ours = stalls(results, system, event), stalls(results, OURS, event)
     if not theirs or not ours:
         return None
@@ -39,9 +42,9 @@ def spread(values: list[float], digits: int = 2) -> str:
     return middle if low == high else f"{middle} ({low} to {high})"
 
 
-def markdown(results: dict[str, Any]) -> str:
+def markdown(results: dict[str, Any], titles: Mapping[str, str] = EVENTS) -> str:
     lines = []
-    for event, title in EVENTS.items():
+    for event, title in titles.items():
         rows = [
             f"| {system} | {_row(results, system, event, facts['events'][event])} |"
             for system, facts in results["systems"].items()

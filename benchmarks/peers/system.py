@@ -37,6 +37,7 @@ class System(ABC):
     """One run of a system, in its own folder. `stop` kills all its processes."""
 
     about: ClassVar[About]
+    max_workers: ClassVar[int] = 3
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -45,7 +46,7 @@ class System(ABC):
 
     @abstractmethod
     def start(self, num_workers: int) -> None:
-        """Starts a run of up to three workers with this many workers, or with CPUs for them."""
+        """Starts a run of up to `max_workers` workers with this many workers, or with CPUs for them."""
 
     @abstractmethod
     def add_worker(self) -> None:

@@ -40,6 +40,7 @@ class Torchrun(System):
             "node": RESTARTS,
         },
     )
+    program: ClassVar[str] = "peers.torchrun"
     arguments: tuple[str, ...] = ()
     environment: ClassVar[dict[str, str]] = {"SNAPSHOT_STEPS": "20"}
 
@@ -52,9 +53,9 @@ class Torchrun(System):
         self._agents += [self._start_agent() for _ in range(num_workers - 1)]
 
     def _start_agent(self) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=1:3", "--nproc-per-node=1"]
-        command += ["--max-restarts=100", "--rdzv-backend=c10d", "--rdzv-id=elasticity"]
-        command += [f"--rdzv-endpoint={self._endpoint}", *self.arguments, "-m", "peers.torchrun"]
+        command = [sys.executable, "-m", "torch.distributed.run", f"--nnodes=1:{self.max_workers}"]
+        command += ["--nproc-per-node=1", "--max-restarts=100", "--rdzv-backend=c10d", "--rdzv-id=elasticity"]
+        command += [f"--rdzv-endpoint={self._endpoint}", *self.arguments, "-m", self.program]
         return self.spawn(command, **self.environment)
 
     def add_worker(self) -> None:

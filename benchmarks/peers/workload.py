@@ -30,10 +30,12 @@ def make_rows() -> torch.Tensor:
     return torch.randn(ROWS_IN_MEMORY, FEATURES, generator=torch.Generator().manual_seed(0))
 
 
-def share_of(rows: torch.Tensor, *, step: int, rank: int, world_size: int) -> torch.Tensor:
+def share_of(
+    rows: torch.Tensor, *, step: int, rank: int, world_size: int, global_batch_size: int = GLOBAL_BATCH_SIZE
+) -> torch.Tensor:
     """Returns a rank's share of a step's global batch, whose rows depend on the step alone."""
-    first, last = (GLOBAL_BATCH_SIZE * bound // world_size for bound in (rank, rank + 1))
-    indices = torch.arange(step * GLOBAL_BATCH_SIZE + first, step * GLOBAL_BATCH_SIZE + last)
+    first, last = (global_batch_size * bound // world_size for bound in (rank, rank + 1))
+    indices = torch.arange(step * global_batch_size + first, step * global_batch_size + last)
     return rows[indices % len(rows)]
 
 
