@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -15,16 +13,6 @@ class Shards(NamedTuple):
     """Number of shards of the whole state."""
     held: tuple[int, ...]
     """The numbers of those that it holds, from 0."""
-
-
-def mirror_offset(nodes: Sequence[str]) -> int:
-    """Returns how many ranks after a shard's owner the rank comes that mirrors it.
-
-    Owner and mirror are on different nodes if no node has more than half of the ranks. `nodes` has the node of each
-    rank. The ranks of a node follow each other.
-    """
-    largest = max(Counter(nodes).values())
-    return max(1, min(largest, len(nodes) - largest))
 
 
 @dataclass(frozen=True)
@@ -64,10 +52,20 @@ class Assignment:
     """Some members are in a collective task outside of a step, which others may have finished."""
     num_nodes: int = 1
     """The number of nodes of the generation's workers."""
-    mirror_offset: int = 1
-    """With FSDP, each rank mirrors the shard of the rank this many before it; see `mirror_offset`."""
+    largest_node: int = 1
+    """The number of workers of the generation on the node that has the most. The ranks of a node are consecutive."""
     reason: str
     """Why the generation was formed, for the ledger."""
+
+    @property
+    def mirror_offset(self) -> int:
+        """How many ranks after the owner of a shard the rank comes that mirrors it."""
+        return max(1, min(self.largest_node, self.world_size - self.largest_node))
+
+    @property
+    def mirrors_outlive_nodes(self) -> bool:
+        """Whether every shard and its mirror are on different nodes."""
+        return 2 * self.largest_node <= self.world_size
 
     @property
     def only_hands_over(self) -> bool:

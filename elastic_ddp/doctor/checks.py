@@ -16,6 +16,7 @@ CHECKS = (
     cluster_checks.check_data,
     node_checks.check_gpus,
     node_checks.check_cpus,
+    node_checks.check_mirrors,
     node_checks.check_memory,
     node_checks.check_open_files,
     cluster_checks.check_interfaces,

@@ -241,6 +241,21 @@ def check_cpus(cluster: Cluster) -> list[Finding]:
     return ok_unless(problems, "CPUs", f"at least {fewest:g} for each {per}")
 
 
+def check_mirrors(cluster: Cluster) -> list[Finding]:
+    """No node can have more than half of the workers, if there are several."""
+    nodes = [node for node in cluster.nodes if can_work(node)]
+    kind = "GPU" if any(node.resources.get("GPU", 0.0) for node in nodes) else "CPU"
+    amounts = {node.name: node.resources.get(kind, 0.0) for node in nodes}
+    largest, total = max(amounts, key=lambda name: amounts[name], default=""), sum(amounts.values())
+    if len(nodes) < 2 or 2 * amounts[largest] <= total:
+        return []
+    text = (
+        f'it has {amounts[largest]:g} of {total:g} {kind}s. With strategy = "fsdp", a shard and its mirror may both be '
+        "on it; if it dies, the run then resumes from its newest commit. Use nodes of equal size."
+    )
+    return [Finding("mirrors", "ok", text, largest)]
+
+
 def check_memory(cluster: Cluster) -> list[Finding]:
     """/dev/shm holds Ray's object store."""
     problems, sizes = [], []

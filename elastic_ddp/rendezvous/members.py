@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Set
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from elastic_ddp.distributed.assignment import Assignment, Resharding, Shards, mirror_offset
+from elastic_ddp.distributed.assignment import Assignment, Resharding, Shards
 from elastic_ddp.telemetry.event import STARTED, WORKER_FAILED
 from elastic_ddp.telemetry.events import GenerationFormed
 
@@ -133,7 +134,7 @@ class FormedGeneration:
             same_members=self.same_members,
             in_collective_task=self.in_collective_task,
             num_nodes=len({member.node_id for member in self.members}),
-            mirror_offset=mirror_offset([member.node for member in self.members]),
+            largest_node=max(Counter(member.node for member in self.members).values()),
         )
         return {member.id: replace(of_rank_0, rank=rank) for rank, member in enumerate(self.members)}
 

@@ -30,7 +30,7 @@ from elastic_ddp.worker.job import Job
 from elastic_ddp.worker.loss_scale import LossScale
 from elastic_ddp.worker.membership import RestartTraining, WorkerMembership
 from elastic_ddp.worker.profiling import MEMBERSHIP_CHANGES, StepProfiler
-from elastic_ddp.worker.state_checks import warn_about_batch_norm, warn_about_schedulers
+from elastic_ddp.worker.state_checks import warn_about_batch_norm, warn_about_mirrors, warn_about_schedulers
 from elastic_ddp.worker.step import Step
 from elastic_ddp.worker.train_state import TrainState
 from elastic_ddp.worker.warmup_step import WarmupStep
@@ -136,6 +136,7 @@ class Loop:
             return
         texts = [_OF_DETAIL if os.environ.get("TORCH_DISTRIBUTED_DEBUG", "").upper() == "DETAIL" else None]
         texts += [warn_about_schedulers(self.state.optimizers, self.state.schedulers, self.state.registered)]
+        texts += [warn_about_mirrors(generation.group.assignment) if self.state.mirror is not None else None]
         if self.job.total_steps >= shape.steps_per_epoch:
             texts.append(warn_about_batch_norm(self.state.module, shape))
         for text in texts:

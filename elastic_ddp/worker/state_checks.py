@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import Placement
 
     from elastic_ddp.config.run_config import RunConfig
+    from elastic_ddp.distributed.assignment import Assignment
 
 
 def check_model(module: torch.nn.Module) -> None:
@@ -96,6 +97,16 @@ def warn_about_batch_norm(module: torch.nn.Module, shape: EpochShape) -> str | N
     return (
         f"step {last_step}, the last of an epoch, has micro-batches of one row. BatchNorm ({shorten(names, 3)}) raises "
         "an error for one value per channel while the model trains. Set data.drop_last = true to leave this step out."
+    )
+
+
+def warn_about_mirrors(place: Assignment) -> str | None:
+    """Returns a warning if the death of one of several nodes would take a shard and its mirror, or None."""
+    if place.num_nodes == 1 or place.mirrors_outlive_nodes:
+        return None
+    return (
+        f"one node has {place.largest_node} of {place.world_size} workers, so some shards are on it together with their "
+        "mirrors. If it dies, the run resumes from its newest commit. Put at most half of the workers on one node."
     )
 
 

@@ -9,6 +9,7 @@ import pytest
 from elastic_ddp.doctor.checks import judge
 from elastic_ddp.doctor.facts import Clock, Gpu, Node, Token
 from elastic_ddp.doctor.findings import ALL, Finding
+from elastic_ddp.doctor.node_checks import check_mirrors
 from tests.unit.doctor_facts import (
     BAD,
     GPU,
@@ -163,6 +164,12 @@ def test_cpus_are_left_for_the_data_and_exist() -> None:
     assert few.verdict == "warn" and few.node == BAD and "CPU=1 for 1 worker" in few.text
     many = problem(with_node(resources={**RESOURCES, "CPU": 8.0}), "CPUs")
     assert many.verdict == "warn" and "--num-cpus=4" in many.text
+
+
+def test_a_node_with_more_than_half_of_the_gpus_is_named() -> None:
+    [found] = check_mirrors(with_node(resources={**RESOURCES, "GPU": 3.0}))
+    assert (found.check, found.verdict, found.node) == ("mirrors", "ok", BAD) and "it has 3 of 5 GPUs" in found.text
+    assert not check_mirrors(with_node(resources={**RESOURCES, "GPU": 2.0})), "2 of 4 are half"
 
 
 @pytest.mark.parametrize(("size", "verdict"), [(64 << 20, "fail"), (1 << 30, "warn")])

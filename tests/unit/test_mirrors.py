@@ -12,13 +12,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from elastic_ddp.distributed.assignment import mirror_offset
+from elastic_ddp.distributed.assignment import Assignment
 from elastic_ddp.distributed.process_group import ProcessGroup
 from elastic_ddp.errors import ConfigError
 from elastic_ddp.seeding import seed_all
 from elastic_ddp.tensors.digest import digest_bits
 from elastic_ddp.worker.generation import strategy_of
 from elastic_ddp.worker.mirror import Mirror
+from elastic_ddp.worker.state_checks import warn_about_mirrors
 from tests.ranks import run_ranks
 from tests.unit.test_fsdp import prepared
 from tests.unit.test_optimizer_cuts import ELEMENT_BY_ELEMENT
@@ -121,8 +122,6 @@ def _step(group: ProcessGroup) -> list[str]:
     """Steps a shard and its mirror with each of torch's optimizers. Returns the errors of comparisons."""
     errors = []
     for name, make in {**ELEMENT_BY_ELEMENT, "fused AdamW": partial(torch.optim.AdamW, fused=True)}.items():
-        if name == "Rprop":
-            continue  # torch's does not work with shards
         config, state = prepared("fsdp", lambda module, make=make: make(module.parameters()))
         assert state.model is not None
         strategy = strategy_of(config)(state.model, config, group)
@@ -162,10 +161,23 @@ def test_a_mirror_follows_all_optimizers_of_torch_that_work_element_by_element(w
     ],
 )
 def test_a_mirror_is_on_another_node_if_no_node_has_more_than_half_of_the_ranks(nodes: str, offset: int) -> None:
-    assert mirror_offset(nodes) == offset
+    largest = max(map(nodes.count, nodes))
+    place = Assignment(
+        generation=1,
+        rank=0,
+        world_size=len(nodes),
+        store_host="",
+        store_port=0,
+        largest_node=largest,
+        num_nodes=len(set(nodes)),
+        reason="",
+    )
+    assert place.mirror_offset == offset
     apart = [nodes[rank] != nodes[(rank + offset) % len(nodes)] for rank in range(len(nodes))]
-    has_half = max(map(nodes.count, nodes)) * 2 <= len(nodes)
-    assert all(apart) == has_half
+    assert all(apart) == place.mirrors_outlive_nodes
+    warning = warn_about_mirrors(place)
+    assert (warning is None) == (all(apart) or set(nodes) == {"a"})
+    assert warning is None or f"one node has {largest} of {len(nodes)} workers" in warning
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64])

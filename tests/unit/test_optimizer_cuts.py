@@ -23,7 +23,6 @@ ELEMENT_BY_ELEMENT: dict[str, Any] = {
         "NAdam": {},
         "RAdam": {},
         "RMSprop": {"momentum": 0.9, "centered": True},
-        "Rprop": {},
         "SGD": {"momentum": 0.9, "nesterov": True},
     }.items()
 }
@@ -69,9 +68,9 @@ def _options(name: str, foreach: bool) -> Any:
 @pytest.mark.parametrize("foreach", [False, True], ids=["for-loop", "foreach"])
 @pytest.mark.parametrize("name", ELEMENT_BY_ELEMENT)
 def test_an_optimizer_that_works_element_by_element_gives_the_same_bits(name: str, foreach: bool, device: str) -> None:
-    """Not in this list: `fused=True` on a CPU (its vector code rounds otherwise than its rest), Adafactor, Muon, LBFGS.
+    """Not in this list: `fused=True` on a CPU (its vector code rounds otherwise than its rest), Muon, LBFGS.
 
-    They look at whole matrices, or at where the shard ends.
+    They look at whole matrices, or at where the shard ends. Adafactor and Rprop do not work with shards in torch 2.13.
     """
     make, at = _options(name, foreach), torch.device(device)
     whole = _trained(make, 1, at)
