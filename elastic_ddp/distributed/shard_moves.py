@@ -20,7 +20,7 @@ from elastic_ddp.distributed.assignment import Resharding
 from elastic_ddp.distributed.process_group import ProcessGroup
 from elastic_ddp.tensors.state_tree import ravel
 
-BATCH_BYTES = 64 << 20
+BATCH_BYTES = 16 << 20
 """Bytes of all ranks that one exchange moves, unless one tensor is larger."""
 
 
@@ -87,7 +87,7 @@ def rotate_rows(
         to_send[target] = [ravel(rows[name]).view(torch.uint8) for name in batch]
         lengths = [len(rows_of(spec.shape[0], source, world_size)) * spec.row_bytes for spec in batch.values()]
         sizes = [sum(lengths) if rank == source else 0 for rank in range(world_size)]
-        content = _exchange([_joined(parts, group) for parts in to_send], sizes, group)[source].to(group.device)
+        content = _exchange(to_send, sizes, group)[source].to(group.device)
         for (name, spec), part in zip(batch.items(), content.split(lengths), strict=True):
             received[name] = _as_rows(part, spec)
     return received
@@ -135,7 +135,7 @@ def _move(
                     to_send[rank].append(ravel(part).view(torch.uint8))
                 if rank == own:
                     sizes[resharding.holders[shard]] += len(rows) * spec.row_bytes
-    received = _exchange([_joined(parts, group) for parts in to_send], sizes, group)
+    received = _exchange(to_send, sizes, group)
     offsets = [0] * world_size
     kept = {}
     for name, spec in batch.items():
@@ -158,17 +158,13 @@ def _as_rows(content: torch.Tensor, spec: Spec) -> torch.Tensor:
     return content.view(spec.dtype).view(-1, *spec.shape[1:])
 
 
-def _joined(parts: Sequence[torch.Tensor], group: ProcessGroup) -> torch.Tensor:
-    empty = torch.empty(0, dtype=torch.uint8, device=group.transfer_device)
-    return torch.cat(list(parts)).to(group.transfer_device) if parts else empty
-
-
-def _exchange(send: Sequence[torch.Tensor], sizes: Sequence[int], group: ProcessGroup) -> list[torch.Tensor]:
-    """Sends bytes to each rank. Returns those of each rank, whose sizes are known."""
+def _exchange(to_send: Sequence[list[torch.Tensor]], sizes: Sequence[int], group: ProcessGroup) -> list[torch.Tensor]:
+    """Sends bytes in parts to each rank. Returns those of each rank, whose sizes are known."""
+    received = torch.empty(sum(sizes), dtype=torch.uint8, device=group.transfer_device)
+    lengths = [sum(map(len, parts)) for parts in to_send]
+    sent = torch.cat([received[:0], *(part.to(group.transfer_device) for parts in to_send for part in parts)])
     if group.world_size == 1:
-        return [send[0]]
-    received = send[0].new_empty(sum(sizes))
-    lengths = [len(part) for part in send]
-    group.wait(dist.all_to_all_single(received, torch.cat(list(send)), list(sizes), lengths, async_op=True))
+        return [sent]
+    group.wait(dist.all_to_all_single(received, sent, list(sizes), lengths, async_op=True))
     bounds = [sum(sizes[:rank]) for rank in range(group.world_size + 1)]
     return [received[low:high] for low, high in pairwise(bounds)]

@@ -105,8 +105,8 @@ def warn_about_mirrors(place: Assignment) -> str | None:
     if place.num_nodes == 1 or place.mirrors_outlive_nodes:
         return None
     return (
-        f"one node has {place.largest_node} of {place.world_size} workers, so some shards are on it together with their "
-        "mirrors. If it dies, the run resumes from its newest commit. Put at most half of the workers on one node."
+        f"one node has {place.largest_node} of {place.world_size} workers, so some shards and their mirrors are on it, "
+        "both. If it dies, the run resumes from its newest commit. Put at most half of the workers on one node."
     )
 
 
