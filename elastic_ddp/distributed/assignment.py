@@ -21,10 +21,17 @@ class Resharding:
 
     num: int
     """Number of shards before."""
-    holders: tuple[int, ...]
-    """For each shard, the rank that holds it."""
+    held: tuple[tuple[int, ...], ...]
+    """For each rank, the shards that it holds before: its own first, then the one that it mirrors."""
     keepers: tuple[int, ...]
-    """The ranks that hold one shard each afterwards, in the order of the shards."""
+    """The ranks that have a shard of their own afterwards, in the order of the shards."""
+
+    def source(self, shard: int, rank: int) -> int:
+        """Returns the rank from which a rank gets rows of a shard: itself, or else the owner, or else the mirror."""
+        if shard in self.held[rank]:
+            return rank
+        owners = [rank for rank, held in enumerate(self.held) if held[:1] == (shard,)]
+        return owners[0] if owners else next(rank for rank, held in enumerate(self.held) if shard in held)
 
 
 @dataclass(frozen=True, kw_only=True)

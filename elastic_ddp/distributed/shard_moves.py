@@ -51,20 +51,32 @@ def move_rows(
     held: Mapping[int, dict[str, torch.Tensor]],
     resharding: Resharding,
     group: ProcessGroup,
+    offset: int | None = None,
     tick: Callable[[], None] = lambda: None,
-) -> dict[str, torch.Tensor]:
-    """Returns the rows that this rank keeps, by name; empty if it keeps none. Collective.
+) -> dict[int, dict[str, torch.Tensor]]:
+    """Returns the rows of the shards that this rank has afterwards, by their numbers: its own, and the one it mirrors.
+
+    Collective. A rank sends itself nothing: what it holds already, it copies.
 
     Args:
         specs: all sharded tensors, in the same order on all ranks.
         held: the rows of each shard that this rank holds, by its number. They are removed as they move.
-        resharding: who holds and who keeps which shard.
+        resharding: who holds which shards, and who keeps one.
         group: the ranks.
+        offset: how many ranks after the owner of a shard the rank comes that mirrors it; None for no mirrors.
         tick: called after each batch.
     """
-    kept: dict[str, torch.Tensor] = {}
+    keepers = resharding.keepers
+    own: list[int | None] = [keepers.index(rank) if rank in keepers else None for rank in range(group.world_size)]
+    wanted = [own]
+    if offset is not None:
+        wanted.append([None if shard is None else (shard - offset) % len(keepers) for shard in own])
+    kept: dict[int, dict[str, torch.Tensor]] = {}
     for batch in _batches(specs):
-        kept |= _move(batch, held, resharding, group)
+        for shards in wanted:
+            moved, shard = _move(batch, held, resharding, shards, group), shards[group.rank]
+            if shard is not None:
+                kept.setdefault(shard, {}).update(moved)
         for rows in held.values():
             for name in batch:
                 del rows[name]
@@ -106,11 +118,11 @@ def _batches(specs: Mapping[str, Spec]) -> Iterator[dict[str, Spec]]:
         yield batch
 
 
-def _overlaps(spec: Spec, resharding: Resharding, rank: int) -> Iterator[tuple[int, range]]:
-    """Yields the rows that a rank keeps, in order, each with the number of the shard that has them now."""
-    if rank not in resharding.keepers:
+def _overlaps(spec: Spec, resharding: Resharding, new_shard: int | None) -> Iterator[tuple[int, range]]:
+    """Yields the rows of a shard as it is afterwards, in order, each with the number of the shard that has them now."""
+    if new_shard is None:
         return
-    wanted = rows_of(spec.shape[0], resharding.keepers.index(rank), len(resharding.keepers))
+    wanted = rows_of(spec.shape[0], new_shard, len(resharding.keepers))
     for shard in range(resharding.num):
         rows = rows_of(spec.shape[0], shard, resharding.num)
         if both := range(max(rows.start, wanted.start), min(rows.stop, wanted.stop)):
@@ -121,34 +133,46 @@ def _move(
     batch: Mapping[str, Spec],
     held: Mapping[int, Mapping[str, torch.Tensor]],
     resharding: Resharding,
+    wanted: Sequence[int | None],
     group: ProcessGroup,
 ) -> dict[str, torch.Tensor]:
+    """Moves some tensors to the ranks that want them. `wanted` has for each rank the shard that it gets."""
     own, world_size = group.rank, group.world_size
     to_send: list[list[torch.Tensor]] = [[] for _ in range(world_size)]
     sizes = [0] * world_size  # in bytes, of what each rank sends to this one
+
+    def own_part(name: str, shard: int, rows: range) -> torch.Tensor:
+        first = rows_of(batch[name].shape[0], shard, resharding.num).start
+        return ravel(held[shard][name][rows.start - first : rows.stop - first]).view(torch.uint8)
+
     for name, spec in batch.items():
         for rank in range(world_size):
-            for shard, rows in _overlaps(spec, resharding, rank):
-                if resharding.holders[shard] == own:
-                    first = rows_of(spec.shape[0], shard, resharding.num).start
-                    part = held[shard][name][rows.start - first : rows.stop - first]
-                    to_send[rank].append(ravel(part).view(torch.uint8))
-                if rank == own:
-                    sizes[resharding.holders[shard]] += len(rows) * spec.row_bytes
+            for shard, rows in _overlaps(spec, resharding, wanted[rank]):
+                source = resharding.source(shard, rank)
+                if source == own != rank:
+                    to_send[rank].append(own_part(name, shard, rows))
+                if rank == own != source:
+                    sizes[source] += len(rows) * spec.row_bytes
     received = _exchange(to_send, sizes, group)
     offsets = [0] * world_size
     kept = {}
     for name, spec in batch.items():
-        if own not in resharding.keepers:
-            continue
         parts = []
-        for shard, rows in _overlaps(spec, resharding, own):
-            source, size = resharding.holders[shard], len(rows) * spec.row_bytes
-            parts.append(received[source][offsets[source] : offsets[source] + size])
-            offsets[source] += size
-        content = torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8, device=group.device)
-        kept[name] = _as_rows(content.to(group.device), spec)
+        for shard, rows in _overlaps(spec, resharding, wanted[own]):
+            source, size = resharding.source(shard, own), len(rows) * spec.row_bytes
+            if source == own:
+                parts.append(own_part(name, shard, rows))
+            else:
+                parts.append(received[source][offsets[source] : offsets[source] + size].to(group.device))
+                offsets[source] += size
+        is_received = all(resharding.source(shard, own) != own for shard, _ in _overlaps(spec, resharding, wanted[own]))
+        # A part of the held rows is copied, so that their memory can be freed.
+        kept[name] = _as_rows(parts[0] if len(parts) == 1 and is_received else _joined(parts, group.device), spec)
     return kept
+
+
+def _joined(parts: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
+    return torch.cat(list(parts)) if parts else torch.empty(0, dtype=torch.uint8, device=device)
 
 
 def _as_rows(content: torch.Tensor, spec: Spec) -> torch.Tensor:
@@ -161,10 +185,11 @@ def _as_rows(content: torch.Tensor, spec: Spec) -> torch.Tensor:
 def _exchange(to_send: Sequence[list[torch.Tensor]], sizes: Sequence[int], group: ProcessGroup) -> list[torch.Tensor]:
     """Sends bytes in parts to each rank. Returns those of each rank, whose sizes are known."""
     received = torch.empty(sum(sizes), dtype=torch.uint8, device=group.transfer_device)
-    lengths = [sum(map(len, parts)) for parts in to_send]
-    sent = torch.cat([received[:0], *(part.to(group.transfer_device) for parts in to_send for part in parts)])
+    lengths = [sum(map(len, of_rank)) for of_rank in to_send]
+    parts = [part.to(group.transfer_device) for of_rank in to_send for part in of_rank]
+    sent = parts[0] if len(parts) == 1 else _joined(parts, group.transfer_device)
     if group.world_size == 1:
-        return [sent]
+        return [received]
     group.wait(dist.all_to_all_single(received, sent, list(sizes), lengths, async_op=True))
     bounds = [sum(sizes[:rank]) for rank in range(group.world_size + 1)]
     return [received[low:high] for low, high in pairwise(bounds)]

@@ -183,7 +183,10 @@ def newest_step(requests: list[JoinRequest]) -> int | None:
 
 def _exists(request: JoinRequest, requests: list[JoinRequest]) -> bool:
     """Whether the state of a request exists as a whole."""
-    return request.shards is None or len(holders(request.step, request.shards.num, requests)) == request.shards.num
+    if request.shards is None:
+        return True
+    num = request.shards.num
+    return len({shard for each in requests for shard in held_of(each, request.step, num)}) == num
 
 
 def holds(request: JoinRequest, step: int | None) -> bool:
@@ -191,15 +194,10 @@ def holds(request: JoinRequest, step: int | None) -> bool:
     return request.step is not None and step in (request.step, request.step + request.can_finish)
 
 
-def holders(step: int | None, num: int, requests: list[JoinRequest]) -> dict[int, int]:
-    """Returns for each shard of a state the position of the first request that holds it: of its owner, if possible."""
-    found: dict[int, int] = {}
-    for place in range(max((len(request.shards.held) for request in requests if request.shards), default=0)):
-        for position, request in enumerate(requests):
-            if holds(request, step) and request.shards is not None and request.shards.num == num:
-                for shard in request.shards.held[place : place + 1]:
-                    found.setdefault(shard, position)
-    return found
+def held_of(request: JoinRequest, step: int | None, num: int) -> tuple[int, ...]:
+    """Returns the shards that a member holds of a state in `num` shards."""
+    shards = request.shards
+    return shards.held if holds(request, step) and shards is not None and shards.num == num else ()
 
 
 def is_committed(requests: list[JoinRequest]) -> bool:
@@ -238,9 +236,8 @@ def resharding(requests: list[JoinRequest], keepers: Collection[str]) -> Reshard
     num = next((each.shards.num for each in requests if each.step == newest and each.shards is not None), None)
     if newest is None or num is None:
         return None
-    of_shard = holders(newest, num, requests)
     kept = tuple(rank for rank, request in enumerate(requests) if request.member.id in keepers)
-    return Resharding(num, tuple(of_shard[shard] for shard in range(num)), kept)
+    return Resharding(num, tuple(held_of(request, newest, num) for request in requests), kept)
 
 
 def evenly(num_workers: int, num_micro_batches: int | None) -> int:

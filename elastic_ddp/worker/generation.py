@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -279,30 +280,39 @@ def share_state(inputs: GenerationInputs, group: ProcessGroup, strategy: Strateg
         _share_whole_state(inputs, group, strategy)
     else:
         state.mirror = None  # its rows are in what is held
-        held = hand_over(state.held or NOTHING, group, inputs.activity.tick)
+        has_room = partial(_has_room_for_mirrors, inputs, group)
+        held = hand_over(state.held or NOTHING, group, has_room, inputs.activity.tick)
         if assignment.only_hands_over:
             state.held, state.shards = held, held.shards
             return
-        strategy.shard(state.optimizers, held.parameters())
+        strategy.shard(state.optimizers, held.tensors(held.shards.held[0]))
         state.layout = strategy.layout(state.optimizers)
         state.load_state_dict(held.restored(state.layout))
+        mirrored = held.tensors(held.shards.held[1]) if len(held.shards.held) > 1 else None
+        _mirror_shards(state, group, mirrored, is_wanted=mirrored is not None)
         state.held = None
-    if state.is_sharded:
-        _mirror_shards(inputs, group)
-
-
-def _mirror_shards(inputs: GenerationInputs, group: ProcessGroup) -> None:
-    """Gives each rank the shard of another one, if all have memory for it."""
-    state, assignment = inputs.state, group.assignment
-    state.mirror, state.shards = None, Shards(group.world_size, (group.rank,))
-    if group.world_size == 1 or assignment.handover_only or not inputs.job.config.fsdp.mirror:
         return
-    if (shortage := find_shortage(state.mirror_bytes(), group)) is None:
-        state.mirror = Mirror(state.module, state.optimizers, group, assignment.mirror_offset)
-        state.shards = Shards(group.world_size, (group.rank, state.mirror.shard))
-    elif group.rank == 0:
+    if state.is_sharded:
+        _mirror_shards(state, group, None, is_wanted=_has_room_for_mirrors(inputs, group, state.mirror_bytes()))
+
+
+def _has_room_for_mirrors(inputs: GenerationInputs, group: ProcessGroup, num_bytes: int) -> bool:
+    """Returns whether shards are mirrored, for which this rank needs this much memory. Collective."""
+    if group.world_size == 1 or group.assignment.handover_only or not inputs.job.config.fsdp.mirror:
+        return False
+    shortage = find_shortage(num_bytes, group)
+    if shortage is not None and group.rank == 0:
         text = f"The shards have no mirrors: {shortage}. If a worker dies, the run resumes from its newest commit."
         inputs.record(Warned(text=text))
+    return shortage is None
+
+
+def _mirror_shards(
+    state: TrainState, group: ProcessGroup, rows: dict[str, torch.Tensor] | None, *, is_wanted: bool
+) -> None:
+    offset, held = group.assignment.mirror_offset, (group.rank,)
+    state.mirror = Mirror(state.module, state.optimizers, group, offset, rows) if is_wanted else None
+    state.shards = Shards(group.world_size, held if state.mirror is None else (*held, state.mirror.shard))
 
 
 def _share_whole_state(inputs: GenerationInputs, group: ProcessGroup, strategy: Strategy) -> None:

@@ -52,13 +52,12 @@ class HeldShards:
     def fewest_ranks(self, free_bytes: int) -> int:
         """Returns the smallest number of ranks at which one has memory for its shard, and for the gradient of it."""
         available = free_bytes + sum(tensor.nbytes for rows in self.rows.values() for tensor in rows.values())
-        needed = sum(spec.num_bytes * (1 if _is_of_optimizer(name) else 2) for name, spec in self.specs.items())
-        return max(1, -(-needed // max(available, 1)))
+        return max(1, -(-_with_gradient(self.specs) // max(available, 1)))
 
-    def parameters(self) -> dict[str, torch.Tensor]:
-        """Returns the rows of parameters of this rank's own shard, by their names in the model."""
-        own = self.rows[self.shards.held[0]]
-        return {name.partition(".")[2]: rows for name, rows in own.items() if not _is_of_optimizer(name)}
+    def tensors(self, shard: int) -> dict[str, torch.Tensor]:
+        """Returns the rows of a held shard: parameters by their names in the model, and state of the optimizers."""
+        rows = self.rows[shard]
+        return {name if _is_of_optimizer(name) else name.partition(".")[2]: each for name, each in rows.items()}
 
     @property
     def is_whole(self) -> bool:
@@ -78,12 +77,22 @@ def _is_of_optimizer(name: str) -> bool:
     return name.startswith("optimizer.")
 
 
+def _with_gradient(specs: dict[str, Spec]) -> int:
+    """Returns the bytes of a whole state and of its gradients."""
+    return sum(spec.num_bytes * (1 if _is_of_optimizer(name) else 2) for name, spec in specs.items())
+
+
 NOTHING = HeldShards(Shards(0, ()), None, {}, {}, {})
 """What a rank without a state holds."""
 
 
-def hand_over(held: HeldShards, group: ProcessGroup, tick: Callable[[], None]) -> HeldShards:
-    """Returns what this rank holds in the new generation. Collective; each row is sent once, and freed as it moves."""
+def hand_over(
+    held: HeldShards, group: ProcessGroup, has_room: Callable[[int], bool], tick: Callable[[], None]
+) -> HeldShards:
+    """Returns what this rank holds in the new generation. Collective; rows are freed as they move.
+
+    `has_room` decides whether shards are mirrored, from how many bytes this rank then has more than now. Collective.
+    """
     resharding, source = group.assignment.resharding, group.assignment.source
     assert resharding is not None and source is not None
     header = None
@@ -94,14 +103,16 @@ def hand_over(held: HeldShards, group: ProcessGroup, tick: Callable[[], None]) -
     receivers = tuple(rank for rank in group.assignment.receivers if rank in resharding.keepers)
     plain = transfer_tensors(held.plain, group, source=source, receivers=receivers, tick=tick)
     specs = {name: Spec(tuple(shape), dtype_of(dtype)) for name, (dtype, shape) in received["specs"].items()}
-    rows = move_rows(specs, held.rows, resharding, group, tick)
+    num = len(resharding.keepers)
+    own = sum(tensor.nbytes for rows in held.rows.values() for tensor in rows.values())
+    offset = group.assignment.mirror_offset if has_room(2 * _with_gradient(specs) // num - own) else None
+    rows = move_rows(specs, held.rows, resharding, group, offset, tick)
     if group.rank not in resharding.keepers:
         return NOTHING
-    number = resharding.keepers.index(group.rank)
     return HeldShards(
-        shards=Shards(len(resharding.keepers), (number,)),
+        shards=Shards(num, tuple(rows)),
         skeleton=received["skeleton"],
         plain=held.plain if plain is None else plain,
-        rows={number: rows},
+        rows=rows,
         specs=specs,
     )

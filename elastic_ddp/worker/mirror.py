@@ -37,14 +37,20 @@ _NOT_COPIED = {"state", "step", *(f"_optimizer_{name}_{when}_hooks" for name in 
 class Mirror:
     """The parameters of the mirrored shard, and a copy of each optimizer that steps them.
 
-    Every rank creates it when it holds its shard, and makes the same calls.
+    Every rank creates it when it holds its shard, and makes the same calls. `rows` may have the mirrored rows;
+    otherwise their owner sends them.
 
     Raises:
         ConfigError: an optimizer cannot be copied, or state_dict() of the model has copies of parameters.
     """
 
     def __init__(
-        self, module: torch.nn.Module, optimizers: list[torch.optim.Optimizer], group: ProcessGroup, offset: int
+        self,
+        module: torch.nn.Module,
+        optimizers: list[torch.optim.Optimizer],
+        group: ProcessGroup,
+        offset: int,
+        rows: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
         self._module, self._own_optimizers, self._group, self._offset = module, optimizers, group, offset
         self.shard = (group.rank - offset) % group.world_size
@@ -56,7 +62,9 @@ class Mirror:
                     f"state_dict() of the model has a copy of a parameter as {name}, which a mirror cannot follow. "
                     f"Return the parameter itself. {_WITHOUT}"
                 )
-        rows = self._receive(self._own_tensors())
+        own_tensors = self._own_tensors()
+        if rows is None or rows.keys() != own_tensors.keys():
+            rows = self._receive(own_tensors)
         self._parameters: dict[str, torch.nn.Parameter] = {}
         mirrored: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
         for parameter, name in names.items():

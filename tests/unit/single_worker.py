@@ -89,7 +89,7 @@ class FakeClient:
             # As if the others, who train when a newcomer plans its place, sent it their state: here, its own.
             source=None if step is None and self.planned_join is None else 0,
             first_step=step,
-            resharding=None if shards is None else Resharding(shards.num, (0,) * shards.num, (0,)),
+            resharding=None if shards is None else Resharding(shards.num, (shards.held,), (0,)),
             same_members=self.same_members and len(self.joins) > 1,
             in_collective_task=not between_steps,
             reason=reason,

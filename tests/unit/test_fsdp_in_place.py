@@ -47,6 +47,7 @@ def _through(group: ProcessGroup, optimizer: str, changes: list[Change]) -> list
         if process not in members:
             continue
         ranks = [members.index(each) for each in before]
+        held = tuple((ranks.index(rank),) if rank in ranks else () for rank in range(len(members)))
         place = replace(
             group.assignment,
             generation=number,
@@ -55,7 +56,7 @@ def _through(group: ProcessGroup, optimizer: str, changes: list[Change]) -> list
             source=ranks[0] if ranks else None,
             receivers=tuple(rank for rank in range(len(members)) if ranks and rank not in ranks),
             handover_only=bool(change.keepers),
-            resharding=Resharding(len(ranks), tuple(ranks), tuple(map(members.index, holders))) if ranks else None,
+            resharding=Resharding(len(ranks), held, tuple(map(members.index, holders))) if ranks else None,
         )
         formed = ProcessGroup.form(place, store=group.store, device=group.device, timeout_s=60)
         assert state.model is not None

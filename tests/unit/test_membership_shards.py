@@ -15,7 +15,7 @@ def test_newcomers_get_rows_from_the_members_that_hold_shards() -> None:
     harness.all_hold("ab", 5)
     formed = harness.formed()
     assert (ids_of(formed), formed.source, formed.receivers, formed.first_step) == (["a", "b", "c"], 0, (2,), 5)
-    assert formed.resharding == Resharding(2, (0, 1), (0, 1, 2)) and not formed.handover_only
+    assert formed.resharding == Resharding(2, ((0,), (1,), ()), (0, 1, 2)) and not formed.handover_only
 
 
 def test_a_member_that_leaves_first_hands_over_its_rows() -> None:
@@ -24,12 +24,12 @@ def test_a_member_that_leaves_first_hands_over_its_rows() -> None:
     harness.all_hold("abc", 5)
     formed = harness.formed()
     assert (ids_of(formed), formed.handover_only) == (["a", "b", "c"], True)
-    assert formed.resharding == Resharding(3, (0, 1, 2), (1, 2))
+    assert formed.resharding == Resharding(3, ((0,), (1,), (2,)), (1, 2))
     harness.all_hold("bc", 5)
     harness.join("a")
     formed = harness.formed()
     assert (ids_of(formed), formed.first_step, formed.handover_only) == (["b", "c"], 5, False)
-    assert formed.resharding == Resharding(2, (0, 1), (0, 1))
+    assert formed.resharding == Resharding(2, ((0,), (1,)), (0, 1))
     assert "a" in harness.membership.dismissed
 
 
@@ -39,7 +39,7 @@ def test_a_resize_hands_the_rows_of_the_surplus_over() -> None:
     assert harness.wants_change
     harness.all_hold("abc", 5)
     formed = harness.formed()
-    assert formed.handover_only and formed.resharding == Resharding(3, (0, 1, 2), (0, 1))
+    assert formed.handover_only and formed.resharding == Resharding(3, ((0,), (1,), (2,)), (0, 1))
     harness.all_hold("ab", 5)
     harness.join("c")
     assert harness.names() == ["a", "b"]
@@ -52,7 +52,7 @@ def test_a_member_that_replaces_another_gets_rows_in_the_same_generation() -> No
     harness.all_hold("ab", 5)
     formed = harness.formed()
     assert ids_of(formed) == ["a", "b", "c"] and formed.handover_only
-    assert formed.resharding == Resharding(2, (0, 1), (1, 2)) and formed.receivers == (2,)
+    assert formed.resharding == Resharding(2, ((0,), (1,), ()), (1, 2)) and formed.receivers == (2,)
 
 
 def test_members_that_all_leave_commit_their_shards() -> None:
@@ -61,7 +61,7 @@ def test_members_that_all_leave_commit_their_shards() -> None:
     harness.all_hold("ab", 5)
     formed = harness.formed()
     assert formed.handover_only and formed.receivers == ()
-    assert formed.resharding == Resharding(2, (0, 1), (0, 1))
+    assert formed.resharding == Resharding(2, ((0,), (1,)), (0, 1))
 
 
 def test_a_requested_commit_of_too_few_members_needs_all_shards() -> None:
@@ -70,11 +70,11 @@ def test_a_requested_commit_of_too_few_members_needs_all_shards() -> None:
     harness.membership.ask_to_leave("c", AT_ONCE)
     harness.all_hold("abc", 5)
     formed = harness.formed()
-    assert formed.handover_only and formed.resharding == Resharding(3, (0, 1, 2), (0, 1))
+    assert formed.handover_only and formed.resharding == Resharding(3, ((0,), (1,), (2,)), (0, 1))
     harness.all_hold("ab", 5)
     harness.join("c")
     formed = harness.formed()
-    assert formed.handover_only and formed.resharding == Resharding(2, (0, 1), (0, 1))
+    assert formed.handover_only and formed.resharding == Resharding(2, ((0,), (1,)), (0, 1))
 
 
 def test_a_state_that_lacks_a_shard_is_lost() -> None:
@@ -99,7 +99,9 @@ def test_a_shard_outlives_its_owner_on_the_member_that_mirrors_it() -> None:
     all_mirror(harness, "ac", 5, of=3)
     formed = harness.formed()
     assert (ids_of(formed), formed.first_step, formed.handover_only) == (["a", "c"], 5, False)
-    assert formed.resharding == Resharding(3, (0, 1, 1), (0, 1)), "the owners send their own shards"
+    assert formed.resharding == Resharding(3, ((0, 2), (2, 1)), (0, 1))
+    sources = [[formed.resharding.source(shard, rank) for shard in range(3)] for rank in range(2)]
+    assert sources == [[0, 1, 0], [0, 1, 1]], "members send what others lack: of shard 1, the mirror"
 
 
 def test_a_shard_is_lost_with_its_owner_and_its_mirror() -> None:
@@ -116,7 +118,7 @@ def test_a_member_that_leaves_need_not_hand_over_what_is_mirrored() -> None:
     all_mirror(harness, "abc", 5, of=3)
     formed = harness.formed()
     assert (ids_of(formed), formed.handover_only) == (["b", "c"], False)
-    assert formed.resharding == Resharding(3, (0, 0, 1), (0, 1))
+    assert formed.resharding == Resharding(3, ((1, 0), (2, 1)), (0, 1))
 
 
 def test_members_in_doubt_finish_the_step_that_another_one_has_finished() -> None:
@@ -126,7 +128,7 @@ def test_members_in_doubt_finish_the_step_that_another_one_has_finished() -> Non
     all_mirror(harness, "c", 6, of=3)
     formed = harness.formed()
     assert (formed.first_step, formed.source, formed.receivers) == (6, 1, (0,))
-    assert formed.resharding == Resharding(3, (0, 1, 1), (0, 1))
+    assert formed.resharding == Resharding(3, ((0, 2), (2, 1)), (0, 1))
 
 
 def test_members_that_are_all_in_doubt_repeat_the_step() -> None:
@@ -167,7 +169,7 @@ def test_members_that_leave_commit_what_does_not_fit_the_others() -> None:
     for number, name in enumerate("abc"):
         assert harness.join(name, 5, shards=Shards(3, (number,)), fewest_workers=3) is None
     formed = harness.formed()
-    assert formed.handover_only and formed.resharding == Resharding(3, (0, 1, 2), (0, 1, 2))
+    assert formed.handover_only and formed.resharding == Resharding(3, ((0,), (1,), (2,)), (0, 1, 2))
 
 
 def test_a_drain_without_memory_for_fewer_workers_waits_for_its_deadline() -> None:

@@ -43,9 +43,10 @@ def moved(group: ProcessGroup, plans: list[Resharding], batch_bytes: int) -> lis
     shard_moves.BATCH_BYTES = batch_bytes
     results = []
     for plan in plans:
-        own = [shard for shard, holder in enumerate(plan.holders) if holder == group.rank]
-        held = {shard: shards_of(shard, plan.num) for shard in own}
-        results.append({name: rows.tolist() for name, rows in move_rows(SPECS, held, plan, group).items()})
+        held = {shard: shards_of(shard, plan.num) for shard in plan.held[group.rank]}
+        offset = 1 if len(plan.keepers) > 1 else None
+        moved = move_rows(SPECS, held, plan, group, offset)
+        results.append({shard: {name: each.tolist() for name, each in rows.items()} for shard, rows in moved.items()})
         assert not any(held.values()), "what has moved is freed"
     return results
 
@@ -53,21 +54,25 @@ def moved(group: ProcessGroup, plans: list[Resharding], batch_bytes: int) -> lis
 @pytest.mark.parametrize("batch_bytes", [40, 1 << 20])
 def test_each_keeper_gets_the_rows_of_its_shard(batch_bytes: int) -> None:
     plans = [
-        Resharding(3, (0, 1, 2), (0, 1, 2)),  # nothing moves
-        Resharding(3, (2, 0, 1), (0, 1, 2)),  # ranks change
-        Resharding(2, (0, 1), (0, 1, 2)),  # one joins
-        Resharding(1, (1,), (0, 1, 2)),
-        Resharding(3, (0, 1, 2), (2,)),  # two leave
-        Resharding(3, (0, 1, 2), (2, 1)),
-        Resharding(2, (2, 0), (1,)),
-        Resharding(4, (0, 1, 0, 1), (0, 1, 2)),  # two have died, whose shards the others mirror
+        Resharding(3, ((0, 2), (1, 0), (2, 1)), (0, 1, 2)),  # nothing moves
+        Resharding(3, ((1,), (2,), (0,)), (0, 1, 2)),  # ranks change
+        Resharding(2, ((0, 1), (1, 0), ()), (0, 1, 2)),  # one joins
+        Resharding(1, ((), (0,), ()), (0, 1, 2)),
+        Resharding(3, ((0,), (1,), (2,)), (2,)),  # two leave
+        Resharding(3, ((0,), (1,), (2,)), (2, 1)),
+        Resharding(2, ((1,), (), (0,)), (1,)),
+        Resharding(4, ((0, 3), (2, 1), ()), (0, 1, 2)),  # two have died, whose shards the others mirror
     ]
     for rank, results in enumerate(run_ranks(3, moved, plans, batch_bytes)):
         for plan, found in zip(plans, results, strict=True):
-            expected = {}
-            if rank in plan.keepers:
-                expected = shards_of(plan.keepers.index(rank), len(plan.keepers))
-            assert found == {name: rows.tolist() for name, rows in expected.items()}, (rank, plan)
+            num = len(plan.keepers)
+            own = [plan.keepers.index(rank)] if rank in plan.keepers else []
+            mirrored = [(shard - 1) % num for shard in own] if num > 1 else []
+            expected = {
+                shard: {name: rows.tolist() for name, rows in shards_of(shard, num).items()}
+                for shard in [*own, *mirrored]
+            }
+            assert found == expected, (rank, plan)
 
 
 def rotated(group: ProcessGroup, offset: int, batch_bytes: int) -> dict[str, Any]:
@@ -85,5 +90,5 @@ def test_each_rank_gets_the_shard_of_another_one(offset: int, batch_bytes: int) 
 
 
 def test_a_single_rank_keeps_its_rows() -> None:
-    [[found]] = run_ranks(1, moved, [Resharding(1, (0,), (0,))], 1 << 20)
-    assert found == {name: tensor.tolist() for name, tensor in WHOLE.items()}
+    [[found]] = run_ranks(1, moved, [Resharding(1, ((0,),), (0,))], 1 << 20)
+    assert found == {0: {name: tensor.tolist() for name, tensor in WHOLE.items()}}
