@@ -73,6 +73,8 @@ class Plan:
     """By default `Model`."""
     make_optimizer: Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer] | None = None
     """Of all trained parameters but one; by default AdamW."""
+    after_optimize: Callable[[torch.nn.Module], None] | None = None
+    """Called in the block of each step, at its end."""
     register: Callable[[torch.nn.Module], Any] | None = None
     """Makes an object to register."""
     pause_s: float = 0.0
@@ -194,6 +196,8 @@ def train(run: Any, plan: Plan, strike: Callable[[str, int], None]) -> None:
                 strike("forward", step.index)
                 step.backward(output.square().mean())
             step.optimize()
+            if plan.after_optimize is not None:
+                plan.after_optimize(model)
             if plan.make_model is Compiled:
                 count = torch._dynamo.utils.counters["stats"]["unique_graphs"]
                 (plan.folder / f"graphs-{run._loop.client.member.id}").write_text(str(count))

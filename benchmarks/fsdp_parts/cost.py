@@ -11,14 +11,14 @@ from gpu_parts.host import timed
 
 from elastic_ddp import RunConfig
 from elastic_ddp.distributed.assignment import Assignment
-from elastic_ddp.distributed.step_agreement import ControlExchange
+from elastic_ddp.distributed.process_group import ProcessGroup
 from fsdp_parts.model import GLOBAL_BATCH_SIZE, make_blocks, width_of
 from fsdp_parts.ranks import Ranks, run_ranks
 
 WORLD_SIZE = 2
 WARMUP_STEPS = 3
 TURN_STEPS = 10
-VOTE = [(ControlExchange, "start"), (ControlExchange, "wait")]
+VOTE = [(ProcessGroup, "vote")]
 
 
 def measure_cost(parameters: int, turns: int, say: Callable[[str], None]) -> dict[str, Any]:

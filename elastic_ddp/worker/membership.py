@@ -374,6 +374,8 @@ class WorkerMembership:
         self._failure = failure
         self.activity.failed_at(frames_of(sys._getframe()))
         self.account.record_failure(in_step=in_step)
+        if self.generation is not None:
+            self._keep_shards(self.generation)
         self.leave(intact=False)
 
     def leave(self, *, intact: bool, reason: str | None = None) -> None:
@@ -395,8 +397,6 @@ class WorkerMembership:
         self.activity.end_generation()
         generation, self.generation = self.generation, None
         if generation is not None:
-            if not intact:
-                self._keep_shards(generation)
             self._checkpointer.generation_ended(intact=intact)
             self._client.on_failure(None)
             if generation.group.rank == 0:

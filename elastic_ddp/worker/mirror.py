@@ -23,6 +23,7 @@ from elastic_ddp.tensors.digest import digest_bits
 from elastic_ddp.tensors.dtensor import is_dtensor, shard_of
 from elastic_ddp.tensors.free_memory import free_bytes
 from elastic_ddp.tensors.state_tree import Layout, flatten, local_part, unflatten
+from elastic_ddp.torch_internals import version
 from elastic_ddp.worker.optimizer_state import group_names, load_named_state, named_state
 
 if TYPE_CHECKING:
@@ -66,6 +67,7 @@ class Mirror:
         if rows is None or rows.keys() != own_tensors.keys():
             rows = self._receive(own_tensors)
         self._parameters: dict[str, torch.nn.Parameter] = {}
+        self._versions: dict[str, int] = {}  # of this rank's shard, when its optimizers had stepped it
         mirrored: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
         for parameter, name in names.items():
             shard = shard_of(rows[name], parameter)  # type: ignore[arg-type]
@@ -100,10 +102,6 @@ class Mirror:
         for name, parameter in self._parameters.items():
             parameter.grad = shard_of(received[name], parameter) if name in received else None  # type: ignore[arg-type]
 
-    def clear_gradients(self) -> None:
-        for parameter in self._parameters.values():
-            parameter.grad = None
-
     def step_with(self, step_own: Callable[[], None], seed: Callable[[], None]) -> None:
         """Steps the optimizers by `step_own`, and then their copies, each time with the same random numbers.
 
@@ -124,7 +122,22 @@ class Mirror:
         seed()
         for copied in self._optimizers:
             copied.step()
-        self.clear_gradients()
+        for parameter in self._parameters.values():
+            parameter.grad = None
+        self._versions = self._count_changes()
+
+    def check_unchanged(self) -> None:
+        """Raises a ConfigError if this rank's shard has changed since its optimizers stepped it."""
+        if self._versions:
+            changes = self._count_changes()
+            if changed := [name for name, version in self._versions.items() if changes[name] != version]:
+                raise ConfigError(
+                    f"parameters {shorten(changed, 5)} changed after step.optimize(), which a mirror cannot follow. "
+                    f"Change parameters in an optimizer. {_WITHOUT}"
+                )
+
+    def _count_changes(self) -> dict[str, int]:
+        return {name: version(local_part(each.detach())) for name, each in self._module.named_parameters()}
 
     def rows(self, state: Mapping[str, DTensor], layout: Layout) -> dict[str, torch.Tensor]:
         """Returns the mirrored rows of sharded tensors of the state, by their names in `TrainState.state_dict`."""

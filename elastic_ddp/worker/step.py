@@ -123,6 +123,8 @@ class Step:
             )
         if error is None:
             self.generation.parameters.end()
+            if self._state.mirror is not None:
+                self._state.mirror.check_unchanged()
         return False
 
     def micro_batches(self) -> Iterator[Any]:

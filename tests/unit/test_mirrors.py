@@ -84,6 +84,18 @@ class Average:
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
+def clamp(model: torch.nn.Module) -> None:
+    with torch.no_grad():
+        next(model.parameters()).clamp_(-1, 1)
+
+
+def read(model: torch.nn.Module) -> None:
+    """Uses the weights without changing them."""
+    assert sum(float(parameter.detach().sum()) for parameter in model.parameters()) < 1e9
+    model.eval()(torch.ones(2, 3))
+    model.train()
+
+
 class Gathered(Average):
     def __init__(self, module: torch.nn.Module) -> None:
         super().__init__(module, gathers=True)
@@ -106,8 +118,9 @@ class Sharded(Average):
         ({"make_model": Copying}, ("a copy of a parameter as first.weight", "fsdp.mirror = false")),
         ({"register": Gathered}, ("the registered 'more' runs collectives", "fsdp.mirror = false")),
         ({"register": Sharded}, ("user.more.value", "full_tensor")),
+        ({"after_optimize": clamp}, ("parameters first.weight changed after step.optimize", "fsdp.mirror = false")),
     ],
-    ids=["collectives", "rank", "no copy", "copied weights", "gathered state", "sharded state"],
+    ids=["collectives", "rank", "no copy", "copied weights", "gathered state", "sharded state", "other change"],
 )
 def test_what_a_mirror_cannot_follow_is_refused_in_the_first_step(
     tmp_path: Path, changes: dict[str, Callable[..., Any]], names: tuple[str, ...]
@@ -116,6 +129,12 @@ def test_what_a_mirror_cannot_follow_is_refused_in_the_first_step(
         run.start(2)
         error = run.error()
         assert [name for name in ("ConfigError", *names) if name not in error] == [], error
+
+
+def test_a_mirror_allows_what_only_reads_the_weights(tmp_path: Path) -> None:
+    with workers(Plan(tmp_path, {}, after_optimize=read)) as run:
+        run.start(2)
+        assert run.outcome()["steps"] == 8
 
 
 def _step(group: ProcessGroup) -> list[str]:
