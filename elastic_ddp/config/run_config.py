@@ -207,8 +207,8 @@ class RunConfig(Settings):
     """Resources that Ray reserves for each worker, such as `{CPU = 4, GPU = 1}`. With a GPU, training runs on it. With
     a fraction, such as `GPU = 0.5`, workers share a GPU and reduce gradients on the host; use that for tests."""
     strategy: Literal["ddp", "fsdp"] = "ddp"
-    """`ddp` keeps the whole model on every worker. `fsdp` shards parameters, gradients and optimizer state. With
-    `fsdp`, training resumes from the newest commit after a failure; at planned changes shards move between workers."""
+    """`ddp` keeps the whole model on every worker. `fsdp` shards parameters, gradients and optimizer state. Shards move
+    between the workers when one fails, joins or leaves; see `fsdp.mirror`."""
     reduction: Literal["canonical", "native"] = "canonical"
     """`canonical` sums gradients to the same bits at every world size. `native` is PyTorch's reduction. With DDP on an
     H100, a step took 1.4 to 1.7 times as long with `canonical` as with plain PyTorch; with `native` the larger model

@@ -114,7 +114,7 @@ class Mirror:
         seed()
         step_own()
         if self._group.num_collectives() != before:
-            kinds = ", ".join(type(optimizer).__name__ for optimizer in self._own_optimizers)
+            kinds = " or ".join(type(optimizer).__name__ for optimizer in self._own_optimizers)
             raise ConfigError(
                 f"a step of {kinds} ran collectives, so it needs all shards, and no mirror can repeat it. Use an "
                 f"optimizer that works element by element, such as AdamW. {_WITHOUT}"
