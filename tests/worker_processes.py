@@ -42,8 +42,12 @@ WIDTH = 7  # rows do not divide evenly between the ranks
 IN_STEP = ("forward", "exchange", "mirror", "vote", "voted", "optimizer")
 """Places in a step: in a forward, in the exchange of a unit's gradients, in the message to the mirror, before and after
 the vote, and between the steps of two optimizers."""
-MOVE = "move"
-"""While rows move between generations: there is no step."""
+HAND_OVER, MOVE, COMPARE_TASKS = "hand-over", "move", "compare tasks"
+"""Between generations, where there is no step: before the state changes hands, while rows move, and after that, before
+members that are in a task go on with it."""
+
+
+BETWEEN = (HAND_OVER, MOVE, COMPARE_TASKS)
 
 
 @dataclass(frozen=True)
@@ -75,6 +79,8 @@ class Plan:
     """Of all trained parameters but one; by default AdamW."""
     after_optimize: Callable[[torch.nn.Module], None] | None = None
     """Called in the block of each step, at its end."""
+    evaluates_at: int | None = None
+    """The step before which the run evaluates; a worker strikes there at the place `evaluation`."""
     register: Callable[[torch.nn.Module], Any] | None = None
     """Makes an object to register."""
     pause_s: float = 0.0
@@ -190,6 +196,8 @@ def train(run: Any, plan: Plan, strike: Callable[[str, int], None]) -> None:
     for step in run.steps():
         if (plan.folder / "hold").exists():
             time.sleep(plan.pause_s)
+        if plan.evaluates_at == step.index:
+            run.evaluate(lambda *_: torch.zeros(()), "held-out")
         with step:
             for batch in step.micro_batches():
                 output = model(batch["x"])
@@ -237,6 +245,7 @@ class RemoteRendezvous:
 def _work(connection: Connection, plan: Plan, worker: int, group_size: int) -> None:
     """The process of a worker."""
     import elastic_ddp.rendezvous.client as client
+    import elastic_ddp.worker.evaluation as evaluation
     import elastic_ddp.worker.generation as generation
     import elastic_ddp.worker.membership as membership
     import elastic_ddp.worker.mirror as mirror
@@ -244,6 +253,7 @@ def _work(connection: Connection, plan: Plan, worker: int, group_size: int) -> N
     from elastic_ddp.worker.main import work
 
     generation.MicroBatchFeed = FakeFeed  # type: ignore[misc]
+    evaluation.evaluate = lambda generation, *_: _evaluate(generation, plan, strike)
     if plan.free_bytes is not None:
         mirror.free_bytes = membership.free_bytes = lambda device: plan.free_bytes  # type: ignore[attr-defined]
     client.ray = SimpleNamespace(get=get, exceptions=ray.exceptions)  # type: ignore[attr-defined]
@@ -253,7 +263,7 @@ def _work(connection: Connection, plan: Plan, worker: int, group_size: int) -> N
     loops: list[Any] = []
 
     def strike(place: str, step: int) -> None:
-        for fault in [each for each in remaining if each.place == place and (place == MOVE or each.step == step)]:
+        for fault in [each for each in remaining if each.place == place and (place in BETWEEN or each.step == step)]:
             remaining.remove(fault)
             fault.act()
 
@@ -283,11 +293,24 @@ def _work(connection: Connection, plan: Plan, worker: int, group_size: int) -> N
     work(job, RemoteRendezvous(connection), WorkerContext(member, CPU, {"CPU": 64.0}))
 
 
+def _evaluate(generation: Any, plan: Plan, strike: Callable[[str, int], None]) -> float:
+    """Stands for an evaluation: one collective, which ends when the test lets it."""
+    assert plan.evaluates_at is not None
+    (plan.folder / "evaluates").touch()
+    strike("evaluation", plan.evaluates_at)
+    while (plan.folder / "hold").exists() and not generation.group.aborted:
+        time.sleep(0.01)
+    generation.group.vote()
+    return 1.0
+
+
 def _strike_inside(strike: Callable[[str], None]) -> None:
     """Makes places in the package strike."""
     from elastic_ddp.distributed import shard_moves
     from elastic_ddp.distributed.fsdp_rounds import CanonicalSum
     from elastic_ddp.distributed.process_group import ProcessGroup
+    from elastic_ddp.worker import generation
+    from elastic_ddp.worker.membership import WorkerMembership
     from elastic_ddp.worker.mirror import Mirror
 
     def before(owner: Any, name: str, place: str) -> None:
@@ -303,6 +326,8 @@ def _strike_inside(strike: Callable[[str], None]) -> None:
     before(Mirror, "receive_gradients", "mirror")
     before(ProcessGroup, "vote", "vote")
     before(shard_moves, "_move", MOVE)
+    before(generation, "share_plain", HAND_OVER)
+    before(WorkerMembership, "_compare_tasks", COMPARE_TASKS)
     vote, step = ProcessGroup.vote, torch.optim.SGD.step
 
     def vote_and_strike(group: ProcessGroup) -> None:

@@ -276,9 +276,9 @@ class Membership:
                     if request.step is None:
                         self._dismiss(request.member.id)
             return None
+        self._fewest = max((request.fewest_workers for request in self._waiting.values()), default=1)
         if (formed := self._form_for_task(now_s)) is not None:
             return formed
-        self._fewest = max((request.fewest_workers for request in self._waiting.values()), default=1)
         survivors = [member.id for member in self._alive()]
         if not survivors and not has_group_joined(self._waiting.values(), now_s):
             return None
@@ -327,10 +327,13 @@ class Membership:
             if not sources:  # no other member can finish the task
                 return self._begin(requests, now_s)
             if not is_committed(requests):
-                chosen = [sources[0], *(staying or self._newcomers()[: self.limit - 1])]
+                sending = [request for request in requests if holds(request, newest)]
+                sending = sending if has_shards(requests) else sources[:1]
+                others = staying or self._newcomers()[: max(0, self.limit - len(sending))]
+                chosen = [*sending, *(request for request in others if request not in sending)]
                 formed = self._begin(chosen, now_s, handover_only=True)
                 for request in going:
-                    if request is not sources[0]:
+                    if request not in sending:
                         self._dismiss(request.member.id)
                 return formed
         for request in going:

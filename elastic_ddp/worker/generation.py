@@ -25,7 +25,7 @@ from elastic_ddp.distributed.strategy import Strategy
 from elastic_ddp.rendezvous.hang import Activity
 from elastic_ddp.telemetry.events import HyperparametersDiffer, Warned
 from elastic_ddp.tensors.state_tree import Layout
-from elastic_ddp.worker.held_shards import NOTHING, hand_over
+from elastic_ddp.worker.held_shards import NOTHING, move_shards, share_plain
 from elastic_ddp.worker.loss_weight import unit_of
 from elastic_ddp.worker.mirror import Mirror, find_shortage
 from elastic_ddp.worker.nonfinite import Policy
@@ -233,18 +233,19 @@ class Generation:
             self.state.mirror.receive_gradients()
             self.group.synchronize()
 
-    def compare_mirrors(self) -> None:
-        """Compares shards with their mirrors. Collective; nothing without mirrors.
+    def compare_mirrors(self, *, commits: bool) -> None:
+        """Compares shards with their mirrors after a step, if the ranks commit or it is due. Collective.
 
         Raises:
             ConfigError: they differ, or registered state cannot outlive a worker.
         """
-        if self.state.mirror is None:
+        mirror = self.state.mirror
+        if mirror is None or not (commits or mirror.is_due):
             return
         with self.activity.within("collective"):
             if not self.has_compared_mirrors:
                 self.state.check_outlives(self.group)
-            self.state.mirror.compare()
+            mirror.compare()
         self.has_compared_mirrors = True
 
     def vote(self) -> None:
@@ -279,9 +280,14 @@ def share_state(inputs: GenerationInputs, group: ProcessGroup, strategy: Strateg
     if assignment.resharding is None:
         _share_whole_state(inputs, group, strategy)
     else:
+        if state.finish_step is not None and assignment.first_step == state.position.step:
+            state.drop_doubt()
+        shared = share_plain(state.held or NOTHING, group, inputs.activity.tick)
+        if state.finish_step is not None:
+            state.settle_doubt(shared)
         state.mirror = None  # its rows are in what is held
         has_room = partial(_has_room_for_mirrors, inputs, group)
-        held = hand_over(state.held or NOTHING, group, has_room, inputs.activity.tick)
+        held = move_shards(state.held or NOTHING, shared, group, has_room, inputs.activity.tick)
         if assignment.only_hands_over:
             state.held, state.shards = held, held.shards
             return

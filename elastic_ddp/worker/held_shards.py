@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -22,6 +22,8 @@ from elastic_ddp.worker.mirror import Mirror
 class HeldShards:
     """A rank's part of a state, which the next generation takes over from memory."""
 
+    step: int
+    """Steps done in the state."""
     shards: Shards
     """Which shards this rank holds, its own first; none if it has handed its rows over."""
     skeleton: Any
@@ -34,7 +36,7 @@ class HeldShards:
     """The sharded tensors as wholes."""
 
     @classmethod
-    def of(cls, state: dict[str, Any], shards: Shards, layout: Layout, mirror: Mirror | None) -> HeldShards:
+    def of(cls, step: int, state: dict[str, Any], shards: Shards, layout: Layout, mirror: Mirror | None) -> HeldShards:
         """Returns what this rank holds of the state of a generation, and of its mirror. The tensors are not copied."""
         skeleton, tensors = flatten(state)
         sharded = {name: tensor for name, tensor in tensors.items() if is_dtensor(tensor)}
@@ -42,6 +44,7 @@ class HeldShards:
         if mirror is not None:
             rows[mirror.shard] = mirror.rows(sharded, layout)
         return cls(
+            step=step,
             shards=shards,
             skeleton=skeleton,
             plain={name: tensor for name, tensor in tensors.items() if name not in sharded},
@@ -82,19 +85,14 @@ def _with_gradient(specs: dict[str, Spec]) -> int:
     return sum(spec.num_bytes * (1 if _is_of_optimizer(name) else 2) for name, spec in specs.items())
 
 
-NOTHING = HeldShards(Shards(0, ()), None, {}, {}, {})
+NOTHING = HeldShards(0, Shards(0, ()), None, {}, {}, {})
 """What a rank without a state holds."""
 
 
-def hand_over(
-    held: HeldShards, group: ProcessGroup, has_room: Callable[[int], bool], tick: Callable[[], None]
-) -> HeldShards:
-    """Returns what this rank holds in the new generation. Collective; rows are freed as they move.
-
-    `has_room` decides whether shards are mirrored, from how many bytes this rank then has more than now. Collective.
-    """
-    resharding, source = group.assignment.resharding, group.assignment.source
-    assert resharding is not None and source is not None
+def share_plain(held: HeldShards, group: ProcessGroup, tick: Callable[[], None]) -> HeldShards:
+    """Returns what every rank holds of the state, which the most advanced rank sends, without shards. Collective."""
+    resharding, source, step = group.assignment.resharding, group.assignment.source, group.assignment.first_step
+    assert resharding is not None and source is not None and step is not None
     header = None
     if group.rank == source:
         described = {name: [dtype_name(spec.dtype), list(spec.shape)] for name, spec in held.specs.items()}
@@ -103,16 +101,31 @@ def hand_over(
     receivers = tuple(rank for rank in group.assignment.receivers if rank in resharding.keepers)
     plain = transfer_tensors(held.plain, group, source=source, receivers=receivers, tick=tick)
     specs = {name: Spec(tuple(shape), dtype_of(dtype)) for name, (dtype, shape) in received["specs"].items()}
+    return HeldShards(step, NOTHING.shards, received["skeleton"], held.plain if plain is None else plain, {}, specs)
+
+
+def move_shards(
+    held: HeldShards,
+    shared: HeldShards,
+    group: ProcessGroup,
+    has_room: Callable[[int], bool],
+    tick: Callable[[], None],
+) -> HeldShards:
+    """Returns what this rank holds in the new generation. Collective; rows are freed as they move.
+
+    Args:
+        held: what this rank holds now.
+        shared: what `share_plain` returned.
+        group: the ranks.
+        has_room: decides whether shards are mirrored, from how many bytes this rank then has more than now. Collective.
+        tick: called now and then.
+    """
+    resharding, specs = group.assignment.resharding, shared.specs
+    assert resharding is not None
     num = len(resharding.keepers)
     own = sum(tensor.nbytes for rows in held.rows.values() for tensor in rows.values())
     offset = group.assignment.mirror_offset if has_room(2 * _with_gradient(specs) // num - own) else None
     rows = move_rows(specs, held.rows, resharding, group, offset, tick)
     if group.rank not in resharding.keepers:
         return NOTHING
-    return HeldShards(
-        shards=Shards(num, tuple(rows)),
-        skeleton=received["skeleton"],
-        plain=held.plain if plain is None else plain,
-        rows=rows,
-        specs=specs,
-    )
+    return replace(shared, shards=Shards(num, tuple(rows)), rows=rows)

@@ -182,8 +182,7 @@ class Loop:
         assert step.agreed is not None
         votes, is_rank_0, steps_done = step.agreed.votes, self.rank == 0, self.state.position.step
         self.checkpointer.metrics.update(steps_done, self._report(step) | {"loss": step.loss})
-        if votes["commit"] or not (step.skipped or step.generation.has_compared_mirrors):
-            step.generation.compare_mirrors()
+        step.generation.compare_mirrors(commits=bool(votes["commit"]))
         if is_rank_0:
             self.checkpointer.check()
         if votes["stop"]:

@@ -166,7 +166,6 @@ class WorkerMembership:
                 # optimizer. The others wait.
                 self._kept_assignment = assignment
                 raise RestartTraining
-            self._resolve_doubt(assignment)
             self._num_broken = self._num_broken + 1 if assignment.same_members else 0
             try:
                 generation = self._open(assignment)
@@ -211,9 +210,10 @@ class WorkerMembership:
         self.activity.enter("rendezvous")
         failure, self._failure = self._failure, None
         shards, held = self._state.shards, self._state.held
+        step = self._state.position.step if held is None else held.step
         holds_state = self.holds_state if shards is None else bool(shards.held)
         return self._client.join(
-            step=self._state.position.step if holds_state else None,
+            step=step if holds_state else None,
             shards=shards if holds_state else None,
             can_finish=self._state.finish_step is not None,
             fewest_workers=1 if held is None else held.fewest_ranks(self._free_bytes()),
@@ -229,17 +229,6 @@ class WorkerMembership:
         """Returns the free memory of this rank: of its GPU, or its part of the host's."""
         free, device = free_bytes(self._inputs.device), self._inputs.device
         return free // self._num_on_node if device.type == "cpu" or self._job.config.shares_gpu else free
-
-    def _resolve_doubt(self, assignment: Assignment) -> None:
-        """If the vote on a step failed on this rank and passed on another one, finishes the step."""
-        state, finish_step = self._state, self._state.finish_step
-        if finish_step is None:
-            return
-        state.finish_step = None
-        if assignment.first_step == state.position.step + 1:
-            finish_step()
-        state.module.zero_grad(set_to_none=True)
-        state.hold()
 
     def _open(self, assignment: Assignment) -> Generation:
         self.account.begin()
@@ -374,8 +363,6 @@ class WorkerMembership:
         self._failure = failure
         self.activity.failed_at(frames_of(sys._getframe()))
         self.account.record_failure(in_step=in_step)
-        if self.generation is not None:
-            self._keep_shards(self.generation)
         self.leave(intact=False)
 
     def leave(self, *, intact: bool, reason: str | None = None) -> None:
@@ -397,6 +384,8 @@ class WorkerMembership:
         self.activity.end_generation()
         generation, self.generation = self.generation, None
         if generation is not None:
+            if reason == PEER_FAILED:
+                self._keep_shards(generation)
             self._checkpointer.generation_ended(intact=intact)
             self._client.on_failure(None)
             if generation.group.rank == 0:

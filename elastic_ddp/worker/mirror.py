@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 _WITHOUT = "Or set fsdp.mirror = false: after a failure, the run then resumes from its newest commit."
+_PARAMETERS = ("params", "param_names")
+"""The keys of a param_group that the groups of the copy have already."""
 _HOOKED = ("step", "state_dict", "load_state_dict")
 _NOT_COPIED = {"state", "step", *(f"_optimizer_{name}_{when}_hooks" for name in _HOOKED for when in ("pre", "post"))}
 """Attributes of an optimizer. A scheduler sets `step`; the state is copied later, and hooks are the user's."""
@@ -56,7 +58,7 @@ class Mirror:
         self._module, self._own_optimizers, self._group, self._offset = module, optimizers, group, offset
         self.shard = (group.rank - offset) % group.world_size
         """The number of the mirrored shard."""
-        names = {parameter: name for name, parameter in module.named_parameters()}
+        names = self._names = {parameter: name for name, parameter in module.named_parameters()}
         for name, value in module.state_dict(keep_vars=True).items():
             if is_dtensor(value) and value not in names:
                 raise ConfigError(
@@ -67,7 +69,8 @@ class Mirror:
         if rows is None or rows.keys() != own_tensors.keys():
             rows = self._receive(own_tensors)
         self._parameters: dict[str, torch.nn.Parameter] = {}
-        self._versions: dict[str, int] = {}  # of this rank's shard, when its optimizers had stepped it
+        self._changes: dict[str, tuple[int, ...]] = {}  # of this rank's shard, when its optimizers had stepped it
+        self._num_steps = 0
         mirrored: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
         for parameter, name in names.items():
             shard = shard_of(rows[name], parameter)  # type: ignore[arg-type]
@@ -109,7 +112,7 @@ class Mirror:
         """
         for own, copied in zip(self._own_optimizers, self._optimizers, strict=True):
             for group, of_copy in zip(own.param_groups, copied.param_groups, strict=True):
-                of_copy.update({key: value for key, value in group.items() if key != "params"})
+                of_copy.update({key: copy.deepcopy(value) for key, value in group.items() if key not in _PARAMETERS})
         before = self._group.num_collectives()
         seed()
         step_own()
@@ -124,26 +127,35 @@ class Mirror:
             copied.step()
         for parameter in self._parameters.values():
             parameter.grad = None
-        self._versions = self._count_changes()
+        self._changes = self._count_changes()
+        self._num_steps += 1
 
     def check_unchanged(self) -> None:
-        """Raises a ConfigError if this rank's shard has changed since its optimizers stepped it."""
-        if self._versions:
-            changes = self._count_changes()
-            if changed := [name for name, version in self._versions.items() if changes[name] != version]:
-                raise ConfigError(
-                    f"parameters {shorten(changed, 5)} changed after step.optimize(), which a mirror cannot follow. "
-                    f"Change parameters in an optimizer. {_WITHOUT}"
-                )
+        """Raises a ConfigError if this rank's shard, or the state of its optimizers, has changed since their step."""
+        now = self._count_changes() if self._changes else {}
+        if changed := [name for name in self._changes | now if now.get(name) != self._changes.get(name)]:
+            raise ConfigError(
+                f"{shorten(changed, 5)} changed after step.optimize(), which a mirror cannot follow. Change parameters "
+                f"and the state of optimizers in an optimizer. {_WITHOUT}"
+            )
 
-    def _count_changes(self) -> dict[str, int]:
-        return {name: version(local_part(each.detach())) for name, each in self._module.named_parameters()}
+    @torch.no_grad()  # a DTensor then returns its local part at once
+    def _count_changes(self) -> dict[str, tuple[int, ...]]:
+        """Returns numbers that change with the shard, and with tensors in the state of the optimizers."""
+        counts: dict[str, tuple[int, ...]] = {}
+        for parameter, name in self._names.items():
+            counts[name] = version(parameter), version(local_part(parameter))
+        for optimizer in self._own_optimizers:
+            for of, state in optimizer.state.items():
+                for key, value in state.items():
+                    if isinstance(value, torch.Tensor):
+                        counts[f"{key} of {self._names.get(of)}"] = id(value), version(value)  # type: ignore[call-overload]
+        return counts
 
     def rows(self, state: Mapping[str, DTensor], layout: Layout) -> dict[str, torch.Tensor]:
         """Returns the mirrored rows of sharded tensors of the state, by their names in `TrainState.state_dict`."""
         tensors = self._tensors()
-        names = {parameter: name for name, parameter in self._module.named_parameters()}
-        return {name: tensors[name if name in tensors else names[layout(name)]] for name in state}  # type: ignore[index]
+        return {name: tensors[name if name in tensors else self._names[layout(name)]] for name in state}  # type: ignore[index]
 
     def _tensors(self) -> dict[str, torch.Tensor]:
         """Returns the mirrored rows of what `_own_tensors` returns."""
@@ -153,6 +165,14 @@ class Mirror:
         }
         tensors = self._parameters | flatten({"optimizer": optimizers})[1]
         return {name: local_part(tensor.detach()) for name, tensor in tensors.items() if is_dtensor(tensor)}
+
+    @property
+    def is_due(self) -> bool:
+        """Whether to compare: after steps 1, 2, 4, 8, … in the generation, which costs nothing on average.
+
+        What torch does not count as a change, such as that of `parameter.data`, happens in most steps or rarely.
+        """
+        return self._num_steps > 0 and not self._num_steps & (self._num_steps - 1)
 
     def compare(self) -> None:
         """Compares each shard with its mirror. Collective. Raises a ConfigError on every rank if they differ."""

@@ -75,7 +75,7 @@ class Step:
         self._record: MicroBatchRecord | None = None  # of the current micro-batch
         self._is_dummy = False  # whether the current forward and backward are only for other ranks' collectives
         self._num_left = 0  # backwards of this rank that are to come
-        self._is_in_block = False
+        self._is_in_block = self._has_begun = False
         self._first_error: Exception | None = None
         self._feed: Iterator[MicroBatch] = iter(())
         self._start = generation.state.position
@@ -89,10 +89,12 @@ class Step:
     def __enter__(self) -> Step:
         self._is_in_block = True
         self._activity.begin(f"step {self.index}", is_users=True)
-        self.generation.strategy.begin_step(self._control.rows)
-        self.generation.strategy.clear_gradients()
-        self.generation.buffers.begin()
-        self.generation.parameters.begin(self.generation.strategy.parameters)
+        if not self.generation.is_closed:  # else `micro_batches` ends the block
+            self.generation.strategy.begin_step(self._control.rows)
+            self.generation.strategy.clear_gradients()
+            self.generation.buffers.begin()
+            self.generation.parameters.begin(self.generation.strategy.parameters)
+            self._has_begun = True
         return self
 
     def __exit__(
@@ -111,7 +113,8 @@ class Step:
             if was_changing:
                 self._state.is_torn, self._state.position = True, self._start
                 self.agreed, self.loss = None, math.nan
-            self.generation.buffers.revert()
+            if self._has_begun:
+                self.generation.buffers.revert()
             if self._state.finish_step is None:
                 self._state.module.zero_grad(set_to_none=True)
             return True
@@ -122,6 +125,7 @@ class Step:
                 f"step {self.index} ended without step.optimize(). Call it as the last line of `with step`."
             )
         if error is None:
+            self.generation.strategy.reshard()  # the block may have called the model
             self.generation.parameters.end()
             if self._state.mirror is not None:
                 self._state.mirror.check_unchanged()

@@ -297,7 +297,24 @@ class TrainState:
     def hold(self) -> None:
         """Keeps this rank's shards for the next generation. Every rank calls it, as `state_dict`."""
         assert self.shards is not None and self.layout is not None
-        self.held = HeldShards.of(self.state_dict(), self.shards, self.layout, self.mirror)
+        self.held = HeldShards.of(self.position.step, self.state_dict(), self.shards, self.layout, self.mirror)
+
+    def drop_doubt(self) -> None:
+        """Keeps the shards as they were before the step that this rank is in doubt about. The step is repeated."""
+        self.finish_step = None
+        self.module.zero_grad(set_to_none=True)
+        self.hold()
+
+    def settle_doubt(self, shared: HeldShards) -> None:
+        """Finishes the step that this rank is in doubt about, and keeps its shards beside what all ranks hold.
+
+        It waits for no other rank meanwhile. So after a failure it is still in doubt, or holds the state of one step.
+        """
+        assert self.finish_step is not None
+        self.finish_step()
+        self.drop_doubt()
+        assert self.held is not None
+        self.held = replace(self.held, step=shared.step, skeleton=shared.skeleton, plain=shared.plain)
 
     def resume(self, state: dict[str, Any], tick: Callable[[], object] = lambda: None) -> tuple[list[Change], bool]:
         """Loads the state of a commit. Hyperparameters that the code has changed since keep the value in the code.

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.worker_processes import IN_STEP, MOVE, Checkpointed, Compiled, Fault, Plan, workers
+from tests.worker_processes import COMPARE_TASKS, HAND_OVER, IN_STEP, MOVE, Checkpointed, Compiled, Fault, Plan, workers
 
 WORKERS = [0, *(pytest.param(worker, marks=pytest.mark.chaos) for worker in (1, 2))]
 SILENCE = {"heartbeat_timeout_s": 1.0}
@@ -79,6 +79,47 @@ def test_a_death_after_a_vote_that_failed_on_the_others_repeats_the_step(tmp_pat
     faults = [Fault(0, "optimizer"), Fault(1, "voted", kind="fail"), Fault(2, "voted", kind="fail")]
     outcome, generations = trained(tmp_path, 3, *faults)
     assert (outcome, generations) == (calm, [(3, 0), (2, 3)])
+
+
+@pytest.mark.parametrize("kind", ["kill", "fail"])
+def test_ranks_in_doubt_stay_in_doubt_until_the_state_changes_hands(
+    tmp_path: Path, calm: dict[str, Any], kind: str
+) -> None:
+    """The rank that is a step ahead fails before it has sent what all ranks hold."""
+    faults = [Fault(0, HAND_OVER, kind=kind), *(Fault(worker, "voted", kind="fail") for worker in (1, 2))]
+    outcome, generations = trained(tmp_path, 3, *faults)
+    assert (outcome, generations) == (calm, [(3, 0), (2, 3) if kind == "kill" else (3, 4)])
+
+
+@pytest.mark.parametrize("worker", range(3))
+def test_a_rank_in_doubt_that_has_finished_the_step_does_not_repeat_it(
+    tmp_path: Path, calm: dict[str, Any], worker: int
+) -> None:
+    """A rank fails before rows move, when the ranks in doubt have finished the step."""
+    faults = [Fault(worker, MOVE, kind="fail"), *(Fault(each, "voted", kind="fail") for each in (1, 2))]
+    outcome, generations = trained(tmp_path, 3, *faults)
+    assert (outcome, generations) == (calm, [(3, 0), (3, 4)])
+
+
+def test_a_death_in_an_evaluation_and_one_right_after_it_cost_nothing(tmp_path: Path, calm: dict[str, Any]) -> None:
+    faults = (Fault(3, "evaluation", 4), Fault(1, COMPARE_TASKS))
+    with workers(Plan(tmp_path, {}, faults, evaluates_at=4)) as run:
+        run.start(4)
+        assert run.outcome() == calm
+        assert run.generations()[-1] == (2, 4)
+
+
+def test_a_drain_of_all_workers_in_an_evaluation_commits_the_state(tmp_path: Path, calm: dict[str, Any]) -> None:
+    with workers(Plan(tmp_path, {}, evaluates_at=4, num_nodes=1)) as run:
+        with run.hold():
+            run.start(3)
+            run.wait((tmp_path / "evaluates").exists, "the evaluation")
+            run.rendezvous.ask("drain", "10.0.0.0", 2.0)
+            run.wait(lambda: bool(run.of("commit")), "a commit")
+        assert [commit["step"] for commit in run.of("commit")] == [4]
+    with workers(Plan(tmp_path, {})) as run:
+        run.start(2)
+        assert run.outcome() == calm and run.generations() == [(2, 4)]
 
 
 def test_two_deaths_in_a_row_cost_two_steps(tmp_path: Path, calm: dict[str, Any]) -> None:

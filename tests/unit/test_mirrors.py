@@ -56,6 +56,34 @@ class ByRank(torch.optim.SGD):
                 parameter.to_local().add_(0.001 * dist.get_rank())
 
 
+class Forgetful(torch.optim.AdamW):
+    """Its state can be cleared."""
+
+    newest: Any = None
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, lr=0.1)
+        Forgetful.newest = self
+
+    @staticmethod
+    def forget(_: torch.nn.Module) -> None:
+        for state in Forgetful.newest.state.values():
+            state["exp_avg"].zero_()
+
+
+class Counting(torch.optim.SGD):
+    """Counts its steps in a tensor of its param_group."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, lr=0.1)
+        self.param_groups[0]["seen"] = torch.zeros(())
+
+    def step(self, closure: Any = None) -> None:
+        self.param_groups[0]["seen"] += 1
+        self.param_groups[0]["lr"] = 0.1 / float(self.param_groups[0]["seen"])
+        super().step()
+
+
 class Locked(torch.optim.SGD):
     def __init__(self, parameters: Any) -> None:
         super().__init__(parameters, lr=0.1)
@@ -84,9 +112,14 @@ class Average:
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
-def clamp(model: torch.nn.Module) -> None:
+def halve(model: torch.nn.Module) -> None:
     with torch.no_grad():
-        next(model.parameters()).clamp_(-1, 1)
+        model.get_submodule("first").weight.mul_(0.5)  # type: ignore[operator]
+
+
+def edit(model: torch.nn.Module) -> None:
+    """Torch does not count it as a change."""
+    model.get_submodule("first").weight.data.mul_(0.5)  # type: ignore[operator]
 
 
 def read(model: torch.nn.Module) -> None:
@@ -118,9 +151,21 @@ class Sharded(Average):
         ({"make_model": Copying}, ("a copy of a parameter as first.weight", "fsdp.mirror = false")),
         ({"register": Gathered}, ("the registered 'more' runs collectives", "fsdp.mirror = false")),
         ({"register": Sharded}, ("user.more.value", "full_tensor")),
-        ({"after_optimize": clamp}, ("parameters first.weight changed after step.optimize", "fsdp.mirror = false")),
+        ({"after_optimize": halve}, ("first.weight changed after step.optimize", "fsdp.mirror = false")),
+        ({"after_optimize": edit}, ("first.weight", "fsdp.mirror = false")),
+        ({"make_optimizer": Forgetful, "after_optimize": Forgetful.forget}, ("exp_avg of blocks.0", "step.optimize")),
     ],
-    ids=["collectives", "rank", "no copy", "copied weights", "gathered state", "sharded state", "other change"],
+    ids=[
+        "collectives",
+        "rank",
+        "no copy",
+        "copied weights",
+        "gathered state",
+        "sharded state",
+        "change",
+        "edit",
+        "state",
+    ],
 )
 def test_what_a_mirror_cannot_follow_is_refused_in_the_first_step(
     tmp_path: Path, changes: dict[str, Callable[..., Any]], names: tuple[str, ...]
@@ -129,6 +174,17 @@ def test_what_a_mirror_cannot_follow_is_refused_in_the_first_step(
         run.start(2)
         error = run.error()
         assert [name for name in ("ConfigError", *names) if name not in error] == [], error
+
+
+def test_a_mirror_does_not_share_the_param_groups_of_its_shard(tmp_path: Path) -> None:
+    outcomes = []
+    for size in (1, 2):
+        folder = tmp_path / str(size)
+        folder.mkdir()
+        with workers(Plan(folder, {}, make_optimizer=Counting)) as run:
+            run.start(size)
+            outcomes.append(run.outcome())
+    assert outcomes[0] == outcomes[1]
 
 
 def test_a_mirror_allows_what_only_reads_the_weights(tmp_path: Path) -> None:
