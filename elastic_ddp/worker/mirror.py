@@ -100,7 +100,7 @@ class Mirror:
 
     def receive_gradients(self) -> None:
         """Receives the gradients of the mirrored shard. Collective."""
-        gradients = {name: each.grad for name, each in self._module.named_parameters() if each.grad is not None}
+        gradients = {name: parameter.grad for parameter, name in self._names.items() if parameter.grad is not None}
         received = self._receive(gradients)  # type: ignore[arg-type]
         for name, parameter in self._parameters.items():
             parameter.grad = shard_of(received[name], parameter) if name in received else None  # type: ignore[arg-type]
@@ -136,7 +136,7 @@ class Mirror:
         if changed := [name for name in self._changes | now if now.get(name) != self._changes.get(name)]:
             raise ConfigError(
                 f"{shorten(changed, 5)} changed after step.optimize(), which a mirror cannot follow. Change parameters "
-                f"and the state of optimizers in an optimizer. {_WITHOUT}"
+                f"and the state of optimizers in an optimizer only. {_WITHOUT}"
             )
 
     @torch.no_grad()  # a DTensor then returns its local part at once
@@ -183,8 +183,8 @@ class Mirror:
             of_mirror = gathered[(rank + self._offset) % self._group.world_size][1]
             if differing := [name for name, digest in of_owner.items() if of_mirror.get(name) != digest]:
                 raise ConfigError(
-                    f"shard {rank} differs from its mirror in {shorten(differing, 5)}. An optimizer must change rows "
-                    f"alike on every rank: the change may not depend on rank, time, or other rows. {_WITHOUT}"
+                    f"shard {rank} differs from its mirror in {shorten(differing, 5)}. Change parameters and the state of "
+                    f"optimizers in an optimizer only, and not by the rank, the time, or other rows. {_WITHOUT}"
                 )
 
 

@@ -57,7 +57,7 @@ def prepared() -> TrainState:
 
 def train(state: TrainState) -> None:
     state.module(torch.randn(4, 2)).sum().backward()
-    state.step_optimizers()
+    state.step_optimizers(lambda: None)
     state.step_schedulers(is_skipped=False)
     state.position = state.position.after(4, [b"digest"])
 

@@ -55,6 +55,7 @@ def _through(group: ProcessGroup, optimizer: str, changes: list[Change]) -> list
             world_size=len(members),
             source=ranks[0] if ranks else None,
             receivers=tuple(rank for rank in range(len(members)) if ranks and rank not in ranks),
+            first_step=change.steps.start,
             handover_only=bool(change.keepers),
             resharding=Resharding(len(ranks), held, tuple(map(members.index, holders))) if ranks else None,
         )
