@@ -183,8 +183,8 @@ class Mirror:
             of_mirror = gathered[(rank + self._offset) % self._group.world_size][1]
             if differing := [name for name, digest in of_owner.items() if of_mirror.get(name) != digest]:
                 raise ConfigError(
-                    f"shard {rank} differs from its mirror in {shorten(differing, 5)}. Change parameters and the state of "
-                    f"optimizers in an optimizer only, and not by the rank, the time, or other rows. {_WITHOUT}"
+                    f"shard {rank} differs from its mirror in {shorten(differing, 5)}. Change parameters and the state "
+                    f"of optimizers in an optimizer only, and not by the rank, the time, or other rows. {_WITHOUT}"
                 )
 
 
