@@ -34,7 +34,7 @@ from elastic_ddp.storage.storage import Storage
 from elastic_ddp.worker.job import Job, WorkerContext
 from tests.ranks import CPU, PROCESSES
 from tests.unit.inprocess_rendezvous import InProcessRendezvous, get
-from tests.unit.single_worker import PEER_FAILURE, FakeFeed, FakeIndex
+from tests.unit.single_worker import PEER_FAILURE, FakeFeed, FakeIndex, StepCounter
 
 LIMIT_S = 60.0
 NODE = "127.0.0.1"
@@ -168,19 +168,6 @@ class Compiled(Checkpointed):
         return x
 
 
-class CountingSteps:
-    """Registered state."""
-
-    def __init__(self) -> None:
-        self.steps: list[int] = []
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"steps": list(self.steps)}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.steps = list(state["steps"])
-
-
 def train(run: Any, plan: Plan, strike: Callable[[str, int], None]) -> None:
     """The training function."""
     model = run.prepare((plan.make_model or Model)())
@@ -189,7 +176,7 @@ def train(run: Any, plan: Plan, strike: Callable[[str, int], None]) -> None:
     bodies: Any = run.prepare(make_optimizer(trained[1:]))
     run.prepare(torch.optim.SGD(trained[:1], lr=0.05, momentum=0.9))
     run.prepare(StepLR(bodies, 2, 0.7))
-    counter = CountingSteps()
+    counter = StepCounter()
     run.register("counter", counter)
     if plan.register is not None:
         run.register("more", plan.register(model))
