@@ -118,7 +118,7 @@ class Generation:
     evaluation_feed: MicroBatchFeed | None = None
     is_closed: bool = False
     has_compared_mirrors: bool = False
-    """Whether mirrors have been compared with their shards since a step changed them."""
+    """Whether mirrors have been compared with their shards in this generation."""
     parameters: ParameterGuard = field(init=False)
 
     def __post_init__(self) -> None:
@@ -316,12 +316,14 @@ def _has_room_for_mirrors(inputs: GenerationInputs, group: ProcessGroup, num_byt
 def _mirror_shards(
     state: TrainState, group: ProcessGroup, rows: dict[str, torch.Tensor] | None, *, is_wanted: bool
 ) -> None:
+    """Mirrors the shards if that is wanted, and records which shards this rank holds. Collective."""
     offset, held = group.assignment.mirror_offset, (group.rank,)
     state.mirror = Mirror(state.module, state.optimizers, group, offset, rows) if is_wanted else None
     state.shards = Shards(group.world_size, held if state.mirror is None else (*held, state.mirror.shard))
 
 
 def _share_whole_state(inputs: GenerationInputs, group: ProcessGroup, strategy: Strategy) -> None:
+    """Brings all ranks to a state that one rank, or a commit, has as a whole."""
     state, assignment = inputs.state, group.assignment
 
     def shard() -> Layout | None:

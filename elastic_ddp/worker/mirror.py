@@ -170,7 +170,7 @@ class Mirror:
     def is_due(self) -> bool:
         """Whether to compare: after steps 1, 2, 4, 8, … in the generation, which costs nothing on average.
 
-        What torch does not count as a change, such as that of `parameter.data`, happens in most steps or rarely.
+        This finds changes that torch does not count, such as those of `parameter.data`.
         """
         return self._num_steps > 0 and not self._num_steps & (self._num_steps - 1)
 
