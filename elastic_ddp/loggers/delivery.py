@@ -107,6 +107,7 @@ class Delivery:
         while True:
             failed_step = self._failed_step
             try:
+                self._check()
                 run = self._describe()
                 self.newest = self._logger.start(run)
                 self._announce()

@@ -42,7 +42,7 @@ def test_each_step_is_logged_once_if_the_driver_dies_at_any_event(tmp_path: Path
         has_time, has_none = Keeper(), Keeper()
         with driver(folder, "1", has_time) as first:
             first.record(*before)
-            until(lambda keeper=has_time, logged=logged: len(keeper.kept) == logged)
+            until(lambda keeper=has_time, logged=logged: keeper.runs and len(keeper.kept) == logged)
         commit = newest_commit(before)
         loggers = [Keeper(has_time.kept if commit else None), has_none]
         with driver(folder, "2", *loggers) as second:
