@@ -13,7 +13,7 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -23,6 +23,7 @@ from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
+import pytest
 import ray
 import torch
 
@@ -38,6 +39,7 @@ from tests.ranks import PROCESSES
 from tests.unit.inprocess_rendezvous import FAKE_RAY, InProcessRendezvous
 from tests.unit.single_worker import FakeFeed, FakeIndex
 
+HERE = "127.0.0.1"
 POLL_S = 0.02
 ENDS_WITHIN_S = 10.0
 """How long a killed process may take to end: its driver may be busy."""
@@ -87,6 +89,19 @@ class RemoteRendezvous:
         return answer
 
 
+@dataclass(frozen=True)
+class TestedJob:
+    """What all workers of a run get; see `running`."""
+
+    folder: Path
+    train: Train
+    device: torch.device
+    settings: dict[str, Any]
+    environment: dict[str, str]
+    num_rows: int
+    set_up: Callable[[int], object]
+
+
 @dataclass
 class Worker:
     number: int
@@ -106,12 +121,10 @@ class Workers:
         all: the workers that were started.
     """
 
-    def __init__(
-        self, folder: Path, train: Train, device: torch.device, settings: dict[str, Any], environment: dict[str, str]
-    ) -> None:
+    def __init__(self, job: TestedJob, nodes: Sequence[str]) -> None:
         self.all: list[Worker] = []
-        self._folder, self._shared = folder, (folder, train, device, settings, environment)
-        config = RunConfig(**settings)
+        self._job, self._nodes = job, nodes
+        config = RunConfig(**job.settings)
         self.rendezvous = InProcessRendezvous(
             RendezvousOptions(
                 min_workers=config.min_workers,
@@ -145,17 +158,30 @@ class Workers:
         """Starts workers. Those started together form the first generation together."""
         first = len(self.all)
         for number in range(first, first + count):
-            log = self._folder / f"worker-{number}.log"
-            member = (f"worker-{number}", number - first, count)
-            process = PROCESSES.Process(target=_work, args=(self._listener.address, member, log, *self._shared))
+            log = self._job.folder / f"worker-{number}.log"
+            place = (number - first, count, self._nodes[number % len(self._nodes)])
+            process = PROCESSES.Process(target=_work, args=(self._listener.address, number, place, log, self._job))
             process.start()
             self.all.append(Worker(number, process, log))
 
-    def finish(self, timeout_s: float, meanwhile: Callable[[Workers], object] = lambda workers: None) -> dict[str, Any]:
+    def wait(self, condition: Callable[[], object], what: str, timeout_s: float) -> None:
+        """Waits until a condition holds. Fails with what all workers were doing if it does not in time."""
+        end = time.monotonic() + timeout_s
+        while not condition():
+            assert time.monotonic() < end, f"{what} did not come within {timeout_s:g} s\n{self.describe()}"
+            assert not self.rendezvous.has_ended.is_set() or condition(), f"the run ended before {what}"
+            time.sleep(POLL_S)
+
+    def finish(
+        self,
+        timeout_s: float,
+        meanwhile: Callable[[Workers], object] = lambda workers: None,
+        status: str = "finished",
+    ) -> dict[str, Any]:
         """Waits until the run has ended and returns its outcome. Calls `meanwhile` again and again until then.
 
         Kills workers that the rendezvous counts as failed, as the controller does. Fails with what all workers were
-        doing if the run ends otherwise, or not in time.
+        doing if the run ends with another status, or not in time.
         """
         end = time.monotonic() + timeout_s
         while not self.rendezvous.has_ended.is_set():
@@ -168,7 +194,7 @@ class Workers:
             assert self.alive(), f"all workers have exited\n{self.describe()}"
             time.sleep(POLL_S)
         outcome: dict[str, Any] = self.rendezvous.actor._coordinator.event_log.outcome
-        assert outcome["status"] == "finished", f"{outcome}\n{self.describe()}"
+        assert outcome["status"] == status, f"{outcome}\n{self.describe()}"
         return outcome
 
     def alive(self) -> list[Worker]:
@@ -227,17 +253,28 @@ def running(
     count: int,
     *,
     environment: Mapping[str, str] = MappingProxyType({}),
+    nodes: Sequence[str] = (HERE,),
+    num_rows: int = 1000,
+    set_up: Callable[[int], object] = id,
     **settings: Any,
 ) -> Iterator[Workers]:
-    """Starts a run with `count` workers in a folder, and kills what is left of it at the end of the block."""
+    """Starts a run with `count` workers in a folder, and kills what is left of it at the end of the block.
+
+    Args:
+        nodes: addresses of the nodes, which get the workers in turns.
+        set_up: called in each worker's process with its number, before it works.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     settings = {"name": "test", "storage": str(folder), "max_workers": count, **settings}
-    workers = Workers(folder, train, device, settings, dict(environment))
-    try:
-        workers.start(count)
-        yield workers
-    finally:
-        workers.close()
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("ray.util.get_node_ip_address", lambda: HERE)
+        patched.setattr("elastic_ddp.rendezvous.actor.LONG_POLL_S", 0.2)
+        workers = Workers(TestedJob(folder, train, device, settings, dict(environment), num_rows, set_up), nodes)
+        try:
+            workers.start(count)
+            yield workers
+        finally:
+            workers.close()
 
 
 def _native_stacks(pid: int) -> str:
@@ -253,21 +290,12 @@ def _native_stacks(pid: int) -> str:
         return f"{error}\n{error.stdout!r}"
 
 
-def _work(
-    address: str,
-    member: tuple[str, int, int],
-    log: Path,
-    folder: Path,
-    train: Train,
-    device: torch.device,
-    settings: dict[str, Any],
-    environment: dict[str, str],
-) -> None:
+def _work(address: str, number: int, place: tuple[int, int, str], log: Path, tested: TestedJob) -> None:
     """A worker process."""
     from elastic_ddp import signals
     from elastic_ddp.worker import generation, main
 
-    os.environ.update(environment)
+    os.environ.update(tested.environment)
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(output, 1)
     os.dup2(output, 2)
@@ -275,8 +303,13 @@ def _work(
     signals.listen_for_sigterm()
     client_module.ray = FAKE_RAY  # type: ignore[assignment]
     generation.MicroBatchFeed = partial(DeviceFeed)  # type: ignore[assignment,misc]
-    index: Any = FakeIndex(1000)
-    job = Job(config=RunConfig(**settings), train=train, index=index, transform=None, storage=Storage(folder).at("run"))
-    name, rank, size = member
-    identity = Member(id=name, rank_in_group=rank, group_size=size, node="127.0.0.1", node_id="node", pid=os.getpid())
-    main.work(job, RemoteRendezvous(address), WorkerContext(identity, device, {"CPU": 64.0}))
+    rank, size, node = place
+    if node != HERE:
+        main.use_interface_of = lambda node: None
+    tested.set_up(number)
+    index: Any = FakeIndex(tested.num_rows)
+    storage = Storage(tested.folder).at("run")
+    job = Job(config=RunConfig(**tested.settings), train=tested.train, index=index, transform=None, storage=storage)
+    name = f"worker-{number}"
+    identity = Member(id=name, rank_in_group=rank, group_size=size, node=node, node_id=node, pid=os.getpid())
+    main.work(job, RemoteRendezvous(address), WorkerContext(identity, tested.device, {"CPU": 64.0}))

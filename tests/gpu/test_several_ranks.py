@@ -62,10 +62,9 @@ def _imports() -> None:
 
 
 @pytest.fixture(autouse=True)
-def _can_share_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def _can_share_the_gpu() -> None:
     if DEVICE.type == "cuda" and (why_not := nccl.why_not_share_gpus()) is not None:
         pytest.skip(why_not)
-    monkeypatch.setattr("ray.util.get_node_ip_address", lambda: "127.0.0.1")
 
 
 class Model(torch.nn.Sequential):

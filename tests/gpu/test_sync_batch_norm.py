@@ -12,10 +12,7 @@ from tests.unit.test_sync_batch_norm import assert_trains_like_one_process
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 
 
-def test_sync_batch_norm_trains_like_one_process_with_the_rows_of_all_ranks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("ray.util.get_node_ip_address", lambda: "127.0.0.1")
+def test_sync_batch_norm_trains_like_one_process_with_the_rows_of_all_ranks(tmp_path: Path) -> None:
     resources = {"CPU": 1.0, "GPU": 0.5}
     assert_trains_like_one_process(
         tmp_path, torch.nn.SyncBatchNorm, torch.device("cuda:0"), resources_per_worker=resources

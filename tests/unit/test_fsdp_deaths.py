@@ -2,31 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.worker_processes import COMPARE_TASKS, HAND_OVER, IN_STEP, MOVE, Checkpointed, Compiled, Fault, Plan, workers
+from tests.fsdp_workers import (
+    COMPARE_TASKS,
+    HAND_OVER,
+    IN_STEP,
+    LIMIT_S,
+    MOVE,
+    Checkpointed,
+    Compiled,
+    Fault,
+    Plan,
+    generations,
+    hashes,
+    hold,
+    num_graphs,
+    steps_of_commits,
+    wait_for_size,
+    workers,
+)
 
 WORKERS = [0, *(pytest.param(worker, marks=pytest.mark.chaos) for worker in (1, 2))]
 SILENCE = {"heartbeat_timeout_s": 1.0}
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _local_rendezvous() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("ray.util.get_node_ip_address", lambda: "127.0.0.1")
-        patched.setattr("elastic_ddp.rendezvous.actor.LONG_POLL_S", 0.2)
-        yield
 
 
 def trained(folder: Path, size: int, *faults: Fault, **settings: Any) -> tuple[dict[str, Any], list[tuple[int, int]]]:
     """Returns the hashes of a run that begins with `size` workers, and its generations."""
     with workers(Plan(folder, settings, faults)) as run:
         run.start(size)
-        return run.outcome(), run.generations()
+        return hashes(run), generations(run)
 
 
 @pytest.fixture(scope="module")
@@ -43,10 +51,10 @@ def test_a_calm_run_has_equal_bits_at_every_size(tmp_path: Path, calm: dict[str,
 @pytest.mark.parametrize("worker", WORKERS)
 @pytest.mark.parametrize("place", IN_STEP)
 def test_a_death_costs_the_step_in_flight(tmp_path: Path, calm: dict[str, Any], place: str, worker: int) -> None:
-    outcome, generations = trained(tmp_path, 3, Fault(worker, place))
+    outcome, formed = trained(tmp_path, 3, Fault(worker, place))
     assert outcome == calm
     is_done = place in ("voted", "optimizer")  # on another rank, the vote may have passed before the death
-    assert generations[0] == (3, 0) and generations[1] in ([(2, 3), (2, 4)] if is_done else [(2, 3)])
+    assert formed[0] == (3, 0) and formed[1] in ([(2, 3), (2, 4)] if is_done else [(2, 3)])
 
 
 @pytest.mark.chaos
@@ -55,8 +63,8 @@ def test_a_death_costs_the_step_in_flight(tmp_path: Path, calm: dict[str, Any], 
 def test_a_worker_that_freezes_costs_the_step_in_flight(
     tmp_path: Path, calm: dict[str, Any], place: str, worker: int
 ) -> None:
-    outcome, generations = trained(tmp_path, 3, Fault(worker, place, kind="stop"), **SILENCE)
-    assert outcome == calm and generations[1][0] == 2 and generations[1][1] >= 3
+    outcome, formed = trained(tmp_path, 3, Fault(worker, place, kind="stop"), **SILENCE)
+    assert outcome == calm and formed[1][0] == 2 and formed[1][1] >= 3
 
 
 @pytest.mark.parametrize("ahead", range(3))
@@ -65,20 +73,20 @@ def test_a_rank_whose_vote_failed_finishes_the_step_that_another_one_has_finishe
 ) -> None:
     """The other two get no outcome of the vote on step 3, in which no worker dies."""
     faults = [Fault(worker, "voted", kind="fail") for worker in range(3) if worker != ahead]
-    outcome, generations = trained(tmp_path, 3, *faults)
-    assert (outcome, generations) == (calm, [(3, 0), (3, 4)])
+    outcome, formed = trained(tmp_path, 3, *faults)
+    assert (outcome, formed) == (calm, [(3, 0), (3, 4)])
 
 
 def test_ranks_whose_votes_all_failed_repeat_the_step(tmp_path: Path, calm: dict[str, Any]) -> None:
-    outcome, generations = trained(tmp_path, 3, *(Fault(worker, "voted", kind="fail") for worker in range(3)))
-    assert (outcome, generations) == (calm, [(3, 0), (3, 3)])
+    outcome, formed = trained(tmp_path, 3, *(Fault(worker, "voted", kind="fail") for worker in range(3)))
+    assert (outcome, formed) == (calm, [(3, 0), (3, 3)])
 
 
 def test_a_death_after_a_vote_that_failed_on_the_others_repeats_the_step(tmp_path: Path, calm: dict[str, Any]) -> None:
     """The only worker that knew that the vote has passed dies."""
     faults = [Fault(0, "optimizer"), Fault(1, "voted", kind="fail"), Fault(2, "voted", kind="fail")]
-    outcome, generations = trained(tmp_path, 3, *faults)
-    assert (outcome, generations) == (calm, [(3, 0), (2, 3)])
+    outcome, formed = trained(tmp_path, 3, *faults)
+    assert (outcome, formed) == (calm, [(3, 0), (2, 3)])
 
 
 @pytest.mark.parametrize("kind", ["kill", "fail"])
@@ -87,8 +95,8 @@ def test_ranks_in_doubt_stay_in_doubt_until_the_state_changes_hands(
 ) -> None:
     """The rank that is a step ahead fails before it has sent what all ranks hold."""
     faults = [Fault(0, HAND_OVER, kind=kind), *(Fault(worker, "voted", kind="fail") for worker in (1, 2))]
-    outcome, generations = trained(tmp_path, 3, *faults)
-    assert (outcome, generations) == (calm, [(3, 0), (2, 3) if kind == "kill" else (3, 4)])
+    outcome, formed = trained(tmp_path, 3, *faults)
+    assert (outcome, formed) == (calm, [(3, 0), (2, 3) if kind == "kill" else (3, 4)])
 
 
 @pytest.mark.parametrize("worker", range(3))
@@ -97,69 +105,70 @@ def test_a_rank_in_doubt_that_has_finished_the_step_does_not_repeat_it(
 ) -> None:
     """A rank fails before rows move, when the ranks in doubt have finished the step."""
     faults = [Fault(worker, MOVE, kind="fail"), *(Fault(each, "voted", kind="fail") for each in (1, 2))]
-    outcome, generations = trained(tmp_path, 3, *faults)
-    assert (outcome, generations) == (calm, [(3, 0), (3, 4)])
+    outcome, formed = trained(tmp_path, 3, *faults)
+    assert (outcome, formed) == (calm, [(3, 0), (3, 4)])
 
 
 def test_a_death_in_an_evaluation_and_one_right_after_it_cost_nothing(tmp_path: Path, calm: dict[str, Any]) -> None:
     faults = (Fault(3, "evaluation", 4), Fault(1, COMPARE_TASKS))
     with workers(Plan(tmp_path, {}, faults, evaluates_at=4)) as run:
         run.start(4)
-        assert run.outcome() == calm
-        assert run.generations()[-1] == (2, 4)
+        assert hashes(run) == calm
+        assert generations(run)[-1] == (2, 4)
 
 
 def test_a_drain_of_all_workers_in_an_evaluation_commits_the_state(tmp_path: Path, calm: dict[str, Any]) -> None:
-    with workers(Plan(tmp_path, {}, evaluates_at=4, num_nodes=1)) as run:
-        with run.hold():
+    plan = Plan(tmp_path, {}, evaluates_at=4, num_nodes=1)
+    with workers(plan) as run:
+        with hold(plan):
             run.start(3)
-            run.wait((tmp_path / "evaluates").exists, "the evaluation")
+            run.wait((tmp_path / "evaluates").exists, "the evaluation", LIMIT_S)
             run.rendezvous.ask("drain", "10.0.0.0", 2.0)
-            run.wait(lambda: bool(run.of("commit")), "a commit")
-        assert [commit["step"] for commit in run.of("commit")] == [4]
+            run.wait(lambda: steps_of_commits(run), "a commit", LIMIT_S)
+        assert steps_of_commits(run) == [4]
     with workers(Plan(tmp_path, {})) as run:
         run.start(2)
-        assert run.outcome() == calm and run.generations() == [(2, 4)]
+        assert hashes(run) == calm and generations(run) == [(2, 4)]
 
 
 def test_two_deaths_in_a_row_cost_two_steps(tmp_path: Path, calm: dict[str, Any]) -> None:
-    outcome, generations = trained(tmp_path, 4, Fault(0, "exchange", 3), Fault(2, "mirror", 4))
-    assert (outcome, generations) == (calm, [(4, 0), (3, 3), (2, 4)])
+    outcome, formed = trained(tmp_path, 4, Fault(0, "exchange", 3), Fault(2, "mirror", 4))
+    assert (outcome, formed) == (calm, [(4, 0), (3, 3), (2, 4)])
 
 
 def test_deaths_of_ranks_that_do_not_mirror_each_other_cost_the_step_in_flight(
     tmp_path: Path, calm: dict[str, Any]
 ) -> None:
-    outcome, generations = trained(tmp_path, 4, Fault(0, "exchange"), Fault(2, "exchange"))
-    assert outcome == calm and generations[-1] == (2, 3)
+    outcome, formed = trained(tmp_path, 4, Fault(0, "exchange"), Fault(2, "exchange"))
+    assert outcome == calm and formed[-1] == (2, 3)
 
 
 def test_the_run_resumes_from_its_commit_if_a_shard_and_its_mirror_die(tmp_path: Path, calm: dict[str, Any]) -> None:
     faults = [Fault(worker, "vote", 5) for worker in (1, 2)]
-    outcome, generations = trained(tmp_path, 3, *faults, checkpoint={"every_steps": 2})
-    assert outcome == calm and generations[-1] in [(1, 4), (1, 2)]
+    outcome, formed = trained(tmp_path, 3, *faults, checkpoint={"every_steps": 2})
+    assert outcome == calm and formed[-1] in [(1, 4), (1, 2)]
 
 
 def test_without_mirrors_a_death_resumes_from_the_commit(tmp_path: Path, calm: dict[str, Any]) -> None:
     fsdp = {"shard_classes": ["Block"], "mirror": False}
-    outcome, generations = trained(tmp_path, 3, Fault(1, "vote", 5), checkpoint={"every_steps": 2}, fsdp=fsdp)
-    assert outcome == calm and generations in ([(3, 0), (2, 4)], [(3, 0), (2, 2)])  # the save may not have ended
+    outcome, formed = trained(tmp_path, 3, Fault(1, "vote", 5), checkpoint={"every_steps": 2}, fsdp=fsdp)
+    assert outcome == calm and formed in ([(3, 0), (2, 4)], [(3, 0), (2, 2)])  # the save may not have ended
 
 
 @pytest.mark.parametrize("worker", WORKERS)
 def test_a_death_while_rows_move_does_not_change_the_bits(tmp_path: Path, calm: dict[str, Any], worker: int) -> None:
     faults = [Fault(3, "exchange"), Fault(worker, MOVE)]
-    outcome, generations = trained(tmp_path, 4, *faults, checkpoint={"every_steps": 2})
+    outcome, formed = trained(tmp_path, 4, *faults, checkpoint={"every_steps": 2})
     assert outcome == calm
-    assert generations[0] == (4, 0) and generations[-1] in [(2, 3), (2, 2)]
+    assert formed[0] == (4, 0) and formed[-1] in [(2, 3), (2, 2)]
 
 
 def test_workers_of_one_node_are_mirrored_on_another(tmp_path: Path, calm: dict[str, Any]) -> None:
     """Two workers on each of two nodes. Both of one node die."""
     with workers(Plan(tmp_path, {}, (Fault(0, "exchange"), Fault(2, "exchange")), num_nodes=2)) as run:
         run.start(4)
-        assert run.outcome() == calm
-        assert run.generations()[-1] == (2, 3)
+        assert hashes(run) == calm
+        assert generations(run)[-1] == (2, 3)
 
 
 @pytest.mark.parametrize(
@@ -181,89 +190,81 @@ def test_a_death_does_not_change_the_bits_of_any_kind_of_job(
 ) -> None:
     outcomes = []
     for size, faults in [(1, ()), (3, (Fault(1, "exchange"),))]:
-        folder = tmp_path / str(size)
-        folder.mkdir()
-        with workers(Plan(folder, settings, faults, **changes)) as run:
+        with workers(Plan(tmp_path / str(size), settings, faults, **changes)) as run:
             run.start(size)
-            outcomes.append(run.outcome())
-            assert run.generations() == ([(1, 0)] if size == 1 else [(3, 0), (2, 3)])
+            outcomes.append(hashes(run))
+            assert generations(run) == ([(1, 0)] if size == 1 else [(3, 0), (2, 3)])
     assert outcomes[0] == outcomes[1]
 
 
 def test_sizes_change_in_place(tmp_path: Path) -> None:
     settings = {"steps": 60}
-    calm_folder = tmp_path / "calm"
-    calm_folder.mkdir()
-    with workers(Plan(tmp_path, settings, pause_s=0.3, num_nodes=1)) as run:
-        with run.hold():
+    plan = Plan(tmp_path, settings, pause_s=0.3, num_nodes=1)
+    with workers(plan) as run:
+        with hold(plan):
             run.start(1)
-            run.wait_for_size(1)
+            wait_for_size(run, 1)
             run.start(2)
-            run.wait_for_size(3)
+            wait_for_size(run, 3)
             run.rendezvous.ask("resize", 2)
-            run.wait_for_size(2)
+            wait_for_size(run, 2)
             run.rendezvous.ask("resize", 4)
             run.start(2)
-            run.wait_for_size(4)
+            wait_for_size(run, 4)
             run.rendezvous.ask("resize", 1)
-            run.wait_for_size(1)
-        found = run.outcome()
-        sizes = iter([size for size, _ in run.generations()])  # workers that start together may join one by one
-        assert {event["step"] for event in run.events() if event["event"] == "commit"} == {60}
+            wait_for_size(run, 1)
+        found = hashes(run)
+        sizes = iter([size for size, _ in generations(run)])  # workers that start together may join one by one
+        assert set(steps_of_commits(run)) == {60}
     assert all(size in sizes for size in (1, 3, 2, 4, 1)), "in this order"
-    assert found == trained(calm_folder, 2, **settings)[0]
+    assert found == trained(tmp_path / "calm", 2, **settings)[0]
 
 
 @pytest.mark.chaos
 def test_compiled_blocks_are_not_compiled_again_when_sizes_change(tmp_path: Path) -> None:
     """One worker stays, another one joins and leaves five times."""
     settings = {"steps": 100}
-    calm_folder = tmp_path / "calm"
-    calm_folder.mkdir()
-    with workers(Plan(tmp_path, settings, make_model=Compiled, pause_s=0.3, num_nodes=1)) as run:
-        with run.hold():
+    plan = Plan(tmp_path, settings, make_model=Compiled, pause_s=0.3, num_nodes=1)
+    with workers(plan) as run:
+        with hold(plan):
             run.start(1)
-            run.wait_for_size(1)
+            wait_for_size(run, 1)
             for number in range(5):
                 run.rendezvous.ask("resize", 2)
                 run.start(1)
-                run.wait_for_size(2)
+                wait_for_size(run, 2)
                 run.rendezvous.ask("resize", 1)
-                run.wait_for_size(1)
+                wait_for_size(run, 1)
                 if number == 0:
-                    num_graphs = run.num_graphs(0)
-        found = run.outcome()
-        assert run.num_graphs(0) == num_graphs > 0
-    with workers(Plan(calm_folder, settings, make_model=Compiled)) as run:
+                    count = num_graphs(plan)
+        found = hashes(run)
+        assert num_graphs(plan) == count > 0
+    with workers(Plan(tmp_path / "calm", settings, make_model=Compiled)) as run:
         run.start(2)
-        assert run.outcome() == found
+        assert hashes(run) == found
 
 
 def test_mirrors_that_do_not_fit_are_left_out(tmp_path: Path, calm: dict[str, Any]) -> None:
     plan = Plan(tmp_path, {"checkpoint": {"every_steps": 2}}, (Fault(1, "vote", 5),), free_bytes=1000)
     with workers(plan) as run:
         run.start(3)
-        assert run.outcome() == calm
-        assert run.generations() in ([(3, 0), (2, 4)], [(3, 0), (2, 2)])
-        [warned, *_] = [event["text"] for event in run.events() if event["event"] == "warning"]
-        assert "have no mirrors: the host of" in warned and "0.00 GB free" in warned
+        assert hashes(run) == calm
+        assert generations(run) in ([(3, 0), (2, 4)], [(3, 0), (2, 2)])
+        warnings: list[Any] = run.rendezvous.events("warning")
+        assert "have no mirrors: the host of" in warnings[0].text and "0.00 GB free" in warnings[0].text
 
 
 def test_shards_that_do_not_fit_fewer_workers_are_committed_and_wait_for_a_replacement(tmp_path: Path) -> None:
     settings = {"steps": 60, "fsdp": {"shard_classes": ["Block"], "mirror": False}}
-    calm_folder = tmp_path / "calm"
-    calm_folder.mkdir()
-    with workers(Plan(tmp_path, settings, free_bytes=800, pause_s=0.3)) as run:
-        with run.hold():
+    plan = Plan(tmp_path, settings, free_bytes=800, pause_s=0.3)
+    with workers(plan) as run:
+        with hold(plan):
             run.start(3)
-            run.wait_for_size(3)
+            wait_for_size(run, 3)
             run.rendezvous.ask("drain", "10.0.0.1", 2.0)
-            run.wait(lambda: bool(run.of("commit")), "a commit")
+            run.wait(lambda: steps_of_commits(run), "a commit", LIMIT_S)
             run.start(1)
-            run.wait(lambda: run.generations()[-1][1] > 0, "another generation")
-        found = run.outcome()
-        [commit, *_] = run.of("commit")
-        assert run.generations()[-1] == (3, commit["step"]), "two workers wait for a third one"
-    with workers(Plan(calm_folder, settings)) as run:
-        run.start(1)
-        assert run.outcome() == found
+            run.wait(lambda: generations(run)[-1][1] > 0, "another generation", LIMIT_S)
+        found = hashes(run)
+        assert generations(run)[-1] == (3, steps_of_commits(run)[0]), "two workers wait for a third one"
+    assert trained(tmp_path / "calm", 1, **settings)[0] == found

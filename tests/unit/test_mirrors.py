@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,17 +20,10 @@ from elastic_ddp.tensors.digest import digest_bits
 from elastic_ddp.worker.generation import strategy_of
 from elastic_ddp.worker.mirror import Mirror
 from elastic_ddp.worker.state_checks import warn_about_mirrors
+from tests.fsdp_workers import LIMIT_S, Model, Plan, hashes, workers
 from tests.ranks import run_ranks
 from tests.unit.test_fsdp import prepared
 from tests.unit.test_optimizer_cuts import ELEMENT_BY_ELEMENT
-from tests.worker_processes import Model, Plan, workers
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _local_rendezvous() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("ray.util.get_node_ip_address", lambda: "127.0.0.1")
-        yield
 
 
 class Normalized(torch.optim.SGD):
@@ -172,25 +165,24 @@ def test_what_a_mirror_cannot_follow_is_refused_in_the_first_step(
 ) -> None:
     with workers(Plan(tmp_path, {}, **changes)) as run:
         run.start(2)
-        error = run.error()
+        outcome = run.finish(LIMIT_S, status="failed")
+        error = f"{outcome['kind']}: {outcome['error']}"
         assert [name for name in ("ConfigError", *names) if name not in error] == [], error
 
 
 def test_a_mirror_does_not_share_the_param_groups_of_its_shard(tmp_path: Path) -> None:
     outcomes = []
     for size in (1, 2):
-        folder = tmp_path / str(size)
-        folder.mkdir()
-        with workers(Plan(folder, {}, make_optimizer=Counting)) as run:
+        with workers(Plan(tmp_path / str(size), {}, make_optimizer=Counting)) as run:
             run.start(size)
-            outcomes.append(run.outcome())
+            outcomes.append(hashes(run))
     assert outcomes[0] == outcomes[1]
 
 
 def test_a_mirror_allows_what_only_reads_the_weights(tmp_path: Path) -> None:
     with workers(Plan(tmp_path, {}, after_optimize=read)) as run:
         run.start(2)
-        assert run.outcome()["steps"] == 8
+        assert hashes(run)["steps"] == 8
 
 
 def _step(group: ProcessGroup) -> list[str]:
