@@ -328,12 +328,18 @@ def _excluding(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def release_groups(mesh: DeviceMesh) -> None:
-    """Makes a mesh release its process groups, whose threads and connections it keeps alive.
+def release_groups(mesh: DeviceMesh, module: torch.nn.Module) -> None:
+    """Makes a mesh, and the units of FSDP that were sharded over it, release their process groups.
 
-    Torch caches every mesh for the life of the process. Torch 2.11 may not have `DeviceMesh._pg_registry`.
+    The groups keep threads and connections alive, and torch caches every mesh for the life of the process. Torch 2.11
+    may not have `DeviceMesh._pg_registry`.
     """
     getattr(mesh, "_pg_registry", {}).clear()
+    for unit in [each for each in module.modules() if hasattr(each, "_get_fsdp_state")]:
+        for group in _parameter_groups(unit._get_fsdp_state()):  # type: ignore[operator]
+            for info in (group.mesh_info, group.post_forward_mesh_info):
+                if info is not None:
+                    info.shard_process_group = None
 
 
 class ProfilerListener(Protocol):

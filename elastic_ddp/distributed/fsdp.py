@@ -277,7 +277,7 @@ class FSDPStrategy(Strategy):
         for hook in self._hooks:
             hook.remove()
         if self._mesh is not None:
-            torch_internals.release_groups(self._mesh)
+            torch_internals.release_groups(self._mesh, self._model.module)
 
 
 def _fill(

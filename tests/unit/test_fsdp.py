@@ -265,8 +265,10 @@ def _in_bf16(group: ProcessGroup) -> tuple[set[str], set[str], str]:
     seen: set[str] = set()
     block = state.module.blocks[0]  # type: ignore[index]
     block.up.register_forward_hook(lambda module, inputs, output: seen.add(str(output.dtype)))
-    trained(group, config, state, np.array([3, 3, 3, 3]), range(1))
     assert state.model is not None
+    strategy = strategy_of(config)(state.model, config, group)
+    strategy.shard(state.optimizers)
+    train_on(strategy, group, state, np.array([3, 3, 3, 3]), range(1))
     stored = {str(tensor.dtype) for tensor in [*state.module.parameters(), *full_state(state).values()]}
     return seen, stored, str(state.module(data(0, 0)).dtype)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import weakref
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -68,6 +69,20 @@ def _waits_for_a_peer(group: ProcessGroup, reduction: str, part: str) -> tuple[b
 def test_an_abort_ends_a_wait_for_a_peer(reduction: str, part: str) -> None:
     (failed, noticed_at), (_, aborted_at) = run_ranks(2, _waits_for_a_peer, reduction, part)
     assert failed and noticed_at - aborted_at < 20.0
+
+
+def _trains_and_closes(group: ProcessGroup) -> bool:
+    strategy, module, m = _begin_step(group)
+    strategy.backward(module(data(0, m)).square().mean(), m)
+    held = weakref.ref(dist.group.WORLD)
+    strategy.close()
+    group.close(intact=False)
+    return held() is None
+
+
+def test_a_sharded_model_does_not_keep_a_closed_group() -> None:
+    """Whoever drops the last reference waits for gloo's threads: for good, if gloo lost a message in an abort."""
+    assert run_ranks(2, _trains_and_closes) == [True, True]
 
 
 def _exchanges_twice(group: ProcessGroup) -> str:
