@@ -8,6 +8,7 @@ and two workers (or `--workers`) of one thread each:
     canonical    ElasticTrainer with `reduction="canonical"`, the same bits at every world size
 
 With `--strategy fsdp`, each block is a unit of FSDP, and plain is `fully_shard`, which reduces every micro-batch.
+Shards have mirrors, or none with `--no-mirror`.
 
 The load of other programs changes within seconds. So all sides are started and warmed up, and then take turns: one runs
 for ten seconds while all processes of the others, including Ray's, are stopped (SIGSTOP). A turn in which other
@@ -75,7 +76,9 @@ class StepLog:
 # elastic_ddp.
 
 
-def run_elastic(side: str, data: str, folder: str, workers: int, accumulate: int, strategy: str) -> None:
+def run_elastic(
+    side: str, data: str, folder: str, workers: int, accumulate: int, strategy: str, *, mirror: bool
+) -> None:
     import ray
 
     import elastic_ddp as ed
@@ -101,6 +104,7 @@ def run_elastic(side: str, data: str, folder: str, workers: int, accumulate: int
         min_workers=workers,
         max_workers=workers,
         strategy=strategy,
+        fsdp=ed.FSDPConfig(mirror=mirror),
         reduction=side,
         clip_grad_norm=1.0,
         log_every_steps=LOG_EVERY_STEPS,
@@ -154,7 +158,9 @@ class Turn:
 class Side:
     """One of the three ways to train, in processes of its own."""
 
-    def __init__(self, name: str, data: Path, folder: Path, *, workers: int, accumulate: int, strategy: str) -> None:
+    def __init__(
+        self, name: str, data: Path, folder: Path, *, workers: int, accumulate: int, strategy: str, mirror: bool
+    ) -> None:
         self.name, self._folder, self._num_workers = name, folder, workers
         folder.mkdir()
         launcher = [sys.executable]
@@ -162,6 +168,7 @@ class Side:
             launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={workers}"]
         arguments = [__file__, "--side", name, "--data", str(data), "--folder", str(folder)]
         arguments += ["--workers", str(workers), "--accumulate", str(accumulate), "--strategy", strategy]
+        arguments += [] if mirror else ["--no-mirror"]
         path = os.pathsep.join(filter(None, [EXAMPLES, os.environ.get("PYTHONPATH")]))
         with (folder / "log").open("w") as log:
             self._process = subprocess.Popen(
@@ -236,6 +243,7 @@ def measure(
     workers: int,
     accumulate: int,
     strategy: str,
+    mirror: bool,
     rounds: int,
     turn_s: float,
     patience_s: float,
@@ -248,8 +256,9 @@ def measure(
             title = f"{accumulate} micro-batches per worker and step"
             task = progress.add_task(title, total=len(SIDES) * (1 + rounds))
             for name in SIDES:
-                job: dict[str, Any] = {"workers": workers, "accumulate": accumulate, "strategy": strategy}
-                sides.append(Side(name, data, scratch / f"{name}-{accumulate}", **job))
+                folder = scratch / f"{name}-{accumulate}"
+                job: dict[str, Any] = {"accumulate": accumulate, "strategy": strategy, "mirror": mirror}
+                sides.append(Side(name, data, folder, workers=workers, **job))
                 sides[-1].warm_up()
                 progress.advance(task)
             deadline = time.monotonic() + patience_s
@@ -327,6 +336,7 @@ def main() -> None:
         "--accumulate", type=positive_int, nargs="+", default=[1, 4], help="micro-batches per worker and step, M/W"
     )
     parser.add_argument("--strategy", choices=("ddp", "fsdp"), default="ddp")
+    parser.add_argument("--mirror", action=argparse.BooleanOptionalAction, default=True, help="fsdp.mirror")
     parser.add_argument("--phases", action="store_true", help="what it costs to measure the phases of steps")
     for hidden in ("--side", "--data", "--folder"):  # passed to the processes of a side
         parser.add_argument(hidden, help=argparse.SUPPRESS)
@@ -339,7 +349,7 @@ def main() -> None:
         report_phases(options)
     elif options.side:
         job = options.workers, options.accumulate[0], options.strategy
-        run_elastic(options.side, options.data, options.folder, *job)
+        run_elastic(options.side, options.data, options.folder, *job, mirror=options.mirror)
     else:
         compare(options)
 
@@ -364,6 +374,7 @@ def compare(options: argparse.Namespace) -> None:
         "machine": describe_machine(),
         "model": f"GPT of {parameters / 1e6:.1f} M parameters, context {MODEL['context']}",
         "strategy": options.strategy,
+        "mirror": options.mirror,
         "workers": options.workers,
         "micro_batch_size": MICRO_BATCH_SIZE,
         "rounds": options.rounds,
@@ -381,6 +392,7 @@ def compare(options: argparse.Namespace) -> None:
                     workers=options.workers,
                     accumulate=accumulate,
                     strategy=options.strategy,
+                    mirror=options.mirror,
                     rounds=options.rounds,
                     turn_s=options.turn_s,
                     patience_s=options.patience_s,
