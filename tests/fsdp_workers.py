@@ -56,6 +56,11 @@ class Plan:
     faults: tuple[Fault, ...] = ()
     make_model: Callable[[], torch.nn.Module] | None = None
     """By default `Model`."""
+    param_init_fn: Callable[[torch.nn.Module], object] | None = None
+    weights: Path | None = None
+    """Where `run.load_weights` finds weights."""
+    key_mapping: dict[str, str] | None = None
+    strict: bool = True
     make_optimizer: Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer] | None = None
     """Of all trained parameters but one; by default AdamW."""
     after_optimize: Callable[[torch.nn.Module], None] | None = None
@@ -148,7 +153,9 @@ class Compiled(Checkpointed):
 def train(run: Any, plan: Plan) -> None:
     """The training function."""
     strike.run = run
-    model = run.prepare((plan.make_model or Model)())
+    model = run.prepare((plan.make_model or Model)(), param_init_fn=plan.param_init_fn)
+    if plan.weights is not None:
+        run.load_weights(plan.weights, key_mapping=plan.key_mapping, strict=plan.strict)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     make_optimizer = plan.make_optimizer or partial(torch.optim.AdamW, lr=0.05)
     bodies: Any = run.prepare(make_optimizer(trained[1:]))
@@ -226,7 +233,7 @@ def _strike_inside() -> None:
     from elastic_ddp.distributed import shard_moves
     from elastic_ddp.distributed.fsdp_rounds import CanonicalSum
     from elastic_ddp.distributed.process_group import ProcessGroup
-    from elastic_ddp.worker import generation
+    from elastic_ddp.worker import state_sharing
     from elastic_ddp.worker.membership import WorkerMembership
     from elastic_ddp.worker.mirror import Mirror
 
@@ -243,7 +250,7 @@ def _strike_inside() -> None:
     before(Mirror, "receive_gradients", "mirror")
     before(ProcessGroup, "vote", "vote")
     before(shard_moves, "_move", MOVE)
-    before(generation, "share_plain", HAND_OVER)
+    before(state_sharing, "share_plain", HAND_OVER)
     before(WorkerMembership, "_compare_tasks", COMPARE_TASKS)
     vote, step = ProcessGroup.vote, torch.optim.SGD.step
 
@@ -289,9 +296,9 @@ def wait_for_size(run: Workers, size: int) -> None:
     run.wait(has_size, f"a generation of {size}", LIMIT_S)
 
 
-def hashes(run: Workers) -> dict[str, Any]:
+def hashes(run: Workers, timeout_s: float = LIMIT_S) -> dict[str, Any]:
     """Waits for the end of the run, and returns what a test compares."""
-    outcome = run.finish(LIMIT_S)
+    outcome = run.finish(timeout_s)
     return {key: outcome[key] for key in ("steps", "weights_sha256", "samples_sha256")}
 
 

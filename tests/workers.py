@@ -269,6 +269,7 @@ def running(
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr("ray.util.get_node_ip_address", lambda: HERE)
         patched.setattr("elastic_ddp.rendezvous.actor.LONG_POLL_S", 0.2)
+        patched.setattr("elastic_ddp.rendezvous.members.GROUP_WAIT_S", 60.0)  # a busy machine starts processes slowly
         workers = Workers(TestedJob(folder, train, device, settings, dict(environment), num_rows, set_up), nodes)
         try:
             workers.start(count)

@@ -153,14 +153,17 @@ class DDPConfig(Settings):
 
 
 class FSDPConfig(Settings):
-    """Options of `torch.distributed.fsdp.fully_shard`."""
+    """How FSDP shards the model."""
 
     shard_classes: Names = ()
     """Class names of the modules to shard and gather one at a time, such as a transformer's block. Parameters outside
     of them are gathered together; without any, the whole model is."""
-    reshard_after_forward: bool = True
-    """Free gathered parameters after the forward pass and gather them again for the backward pass. With `false`, a
-    step gathers them once: less communication, more memory."""
+    sharding: Literal["full", "grad_op"] = "full"
+    """`full` (ZeRO-3) frees a unit's gathered parameters after its forward pass and gathers them again for its backward
+    pass. With `grad_op` (close to ZeRO-2) they stay in between: less communication, more memory, and the same bits."""
+    cpu_offload: bool = False
+    """Keep shards, their gradients and the optimizer's state in the memory of the host, where the optimizer steps them.
+    A GPU then holds gathered units and activations."""
     mirror: bool = True
     """Keep each shard and its optimizer state on a second rank, too. If a worker dies, only the step in flight is
     repeated. With `false`, the run resumes from its newest commit, and a rank needs half the memory between steps."""

@@ -3,7 +3,7 @@
 It uses FSDP2, `torch.distributed.fsdp.fully_shard`. The forward and backward of a unit gather its parameters from all
 ranks, so all ranks must run the same number of them; see `fsdp_rounds`. A group of another size needs other shards:
 when workers join or leave as planned, rows move between the ranks (`shard_moves`), and the model is sharded again.
-After a failure each rank starts from the full model, and the trained values come from the newest commit.
+A new run shards what the ranks built, unit by unit: of a model on the meta device, a rank never has more as a whole.
 """
 
 from __future__ import annotations
@@ -18,21 +18,30 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from elastic_ddp import torch_internals
 from elastic_ddp.config.run_config import RunConfig
 from elastic_ddp.distributed.fsdp_rounds import CanonicalSum, Gather, NativeSum, Reduction, Round
-from elastic_ddp.distributed.fsdp_units import ParameterLocation, check_shardable, locate_parameters
+from elastic_ddp.distributed.fsdp_units import (
+    ParameterLocation,
+    check_room,
+    check_shardable,
+    device_of_shards,
+    locate_parameters,
+    modules_by_unit,
+)
 from elastic_ddp.distributed.parameter_guard import changed_parameters_error
 from elastic_ddp.distributed.prepared_model import PreparedModel
 from elastic_ddp.distributed.process_group import ProcessGroup
 from elastic_ddp.distributed.reduction_tree import Node, dealt_micro_batches, fold_in, fold_to_root
 from elastic_ddp.distributed.row_norm import infinite_unless_finite, row_norm
+from elastic_ddp.distributed.state_transfer import transfer_tensors
 from elastic_ddp.distributed.strategy import Strategy, add_in_place, ignore, unused_parameters_error
 from elastic_ddp.errors import ConfigError
 from elastic_ddp.tensors.dtensor import shard_of
+from elastic_ddp.tensors.free_memory import free_bytes
 from elastic_ddp.tensors.state_tree import Layout, local_part
 
 BATCH_NORMS = (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d, torch.nn.SyncBatchNorm)
@@ -65,6 +74,8 @@ class FSDPStrategy(Strategy):
         self._mesh: DeviceMesh | None = None
         self._options = config.fsdp
         self._policy = POLICIES[config.precision]
+        self._shard_device = device_of_shards(config, group.device)
+        self._offload = CPUOffloadPolicy(group.device.type == "cuda") if config.fsdp.cpu_offload else OffloadPolicy()
         self._round = Round(group)
         self._kind: type[Reduction] = CanonicalSum if config.reduction == "canonical" else NativeSum
         self._is_weighted = False
@@ -73,12 +84,15 @@ class FSDPStrategy(Strategy):
         self._alone: dict[Node, list[torch.Tensor]] = {}  # the sums if there is one rank, which exchanges nothing
 
     def shard(
-        self, optimizers: Sequence[torch.optim.Optimizer], rows: Mapping[str, torch.Tensor] = MappingProxyType({})
+        self,
+        optimizers: Sequence[torch.optim.Optimizer],
+        rows: Mapping[str, torch.Tensor] = MappingProxyType({}),
+        *,
+        begins: bool = False,
     ) -> None:
         module = self._model.module
-        # In a model that was sharded before, parameters have no values now: `rows` has them, or the caller loads them.
         former = self._take_off(optimizers)
-        names = {id(parameter): name for name, parameter in module.named_parameters()}
+        names = {parameter: name for name, parameter in module.named_parameters()}
         assert dist.group.WORLD is not None, "the generation's group is formed"
         # Meshes of the same ranks compare equal, and torch caches results by mesh. Without a name for each generation,
         # a process whose rank changed would get the coordinates of its old rank.
@@ -100,10 +114,18 @@ class FSDPStrategy(Strategy):
         unit_names = {submodule: name or "the model itself" for name, submodule in module.named_modules()}
         locations = locate_parameters(module, {unit for unit, _ in policies})
         check_shardable(locations)
+        if self._group.device.type == "cuda" and not former:
+            free, offloads = free_bytes(self._group.device), self._options.cpu_offload
+            check_room(locations, self._group.world_size, free, offloads=offloads)
+        modules = modules_by_unit(module, {unit for unit, _ in policies})
         for unit, policy in policies:
+            if begins:
+                self._make_first_weights(modules[unit])
             # As torch does by default, parameters outside of all units stay gathered: the backward begins with them.
-            reshard = self._options.reshard_after_forward and unit is not module
-            sharded_unit = fully_shard(unit, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
+            reshard = self._options.sharding == "full" and unit is not module
+            sharded_unit = fully_shard(
+                unit, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy, offload_policy=self._offload
+            )
             own = [location for location in locations if location.unit is unit]
             reduction = self._kind(self._round)
             if own:
@@ -116,12 +138,31 @@ class FSDPStrategy(Strategy):
                 self._reductions[unit_names[unit]] = reduction
             self._hooks.append(unit.register_forward_pre_hook(partial(self._record_gathered, own)))
             torch_internals.wrap_waits(unit, self._as_communication)
-        _fill(module, self._group.device, rows, former)
+        _fill(module, self._group.device, self._shard_device, rows, former)
         self._trained = self._find_trained()
         # The user created the optimizers with the parameters that the shards replaced.
         sharded = dict(module.named_parameters())
         for optimizer in optimizers:
-            _replace_parameters(optimizer, lambda parameter: sharded[names[id(parameter)]])
+            _replace_parameters(optimizer, lambda parameter: sharded[names[parameter]])
+
+    def _make_first_weights(self, modules: Mapping[str, torch.nn.Module]) -> None:
+        """Gives the modules of a unit their first weights: those that rank 0 built, or else those of `first_weights`.
+
+        On the meta device a rank makes and initializes all of them, and keeps its shard: their bits are equal on all.
+        """
+        first = self._model.first_weights
+        built = {} if first.replaces_weights else _parameters_of(modules)
+        first.make(modules, self._group.device)
+        built = {name: parameter for name, parameter in built.items() if not parameter.is_meta}
+        if first.replaces_weights:
+            return
+        receivers = range(1, self._group.world_size)
+        received = transfer_tensors(built, self._group, source=0, receivers=receivers) or {}
+        parameters = _parameters_of(modules) if received else {}
+        with torch.no_grad():
+            for name, value in received.items():
+                parameters[name].copy_(value)
+        first.note_loaded(self._model.module, received)
 
     def _take_off(self, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, torch.nn.Parameter]:
         """Undoes the sharding of an earlier generation, and drops the state of the optimizers, which has its shards.
@@ -280,24 +321,38 @@ class FSDPStrategy(Strategy):
             torch_internals.release_groups(self._mesh, self._model.module)
 
 
+def _parameters_of(modules: Mapping[str, torch.nn.Module]) -> dict[str, torch.nn.Parameter]:
+    """Returns the parameters that modules have themselves, by name; tied ones once."""
+    found: dict[torch.nn.Parameter, str] = {}
+    for prefix, module in modules.items():
+        for key, parameter in module.named_parameters(prefix, recurse=False):
+            found.setdefault(parameter, key)
+    return {name: parameter for parameter, name in found.items()}
+
+
 def _fill(
     module: torch.nn.Module,
     device: torch.device,
+    shard_device: torch.device,
     rows: Mapping[str, torch.Tensor],
     former: Mapping[str, torch.nn.Parameter],
 ) -> None:
-    """Gives shards on the meta device their rows, or memory. Those of an earlier generation keep their identity."""
+    """Gives shards and buffers on the meta device their rows, or memory. Earlier shards keep their identity."""
     allocated: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
     for name, parameter in module.named_parameters():
         if isinstance(parameter, DTensor) and parameter.is_meta:
-            local = rows[name] if name in rows else torch.empty_like(parameter.to_local(), device=device)
+            local = rows[name] if name in rows else torch.empty_like(parameter.to_local(), device=shard_device)
             sharded = torch.nn.Parameter(shard_of(local, parameter), requires_grad=parameter.requires_grad)
             allocated[parameter] = former.get(name, sharded)
             if name in former:
                 torch.utils.swap_tensors(former[name], sharded)
-    for owner in module.modules() if allocated else ():
+    for owner in module.modules():
+        for name, buffer in owner.named_buffers(recurse=False):
+            if buffer.is_meta:
+                setattr(owner, name, torch.empty_like(buffer, device=device))
         for name, parameter in owner.named_parameters(recurse=False, remove_duplicate=False):
-            setattr(owner, name, allocated.get(parameter, parameter))
+            if parameter in allocated:
+                setattr(owner, name, allocated[parameter])
 
 
 def _graph_leaves(loss: torch.Tensor) -> set[torch.Tensor | None] | None:

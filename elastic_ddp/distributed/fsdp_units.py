@@ -11,7 +11,13 @@ from dataclasses import dataclass
 import torch
 
 from elastic_ddp import torch_internals
+from elastic_ddp.config.run_config import RunConfig
 from elastic_ddp.errors import ConfigError
+
+
+def device_of_shards(config: RunConfig, device: torch.device) -> torch.device:
+    """Returns where a rank with this device keeps its shards."""
+    return torch.device("cpu") if config.fsdp.cpu_offload else device
 
 
 @dataclass(frozen=True)
@@ -42,6 +48,51 @@ def locate_parameters(module: torch.nn.Module, units: Set[torch.nn.Module]) -> l
             yield from walk(child, f"{prefix}{name}.", unit)
 
     return list(walk(module, "", module))
+
+
+def modules_by_unit(
+    module: torch.nn.Module, units: Set[torch.nn.Module]
+) -> dict[torch.nn.Module, dict[str, torch.nn.Module]]:
+    """Returns for each unit the modules of which it is the innermost unit, by name, parents first."""
+    found: dict[torch.nn.Module, dict[str, torch.nn.Module]] = {unit: {} for unit in units}
+    seen: set[torch.nn.Module] = set()
+
+    def walk(owner: torch.nn.Module, name: str, unit: torch.nn.Module) -> None:
+        if owner in seen:
+            return
+        seen.add(owner)
+        unit = owner if owner in units else unit
+        found[unit][name] = owner
+        for key, child in owner.named_children():
+            walk(child, f"{name}.{key}" if name else key, unit)
+
+    walk(module, "", module)
+    return found
+
+
+def check_room(locations: list[ParameterLocation], world_size: int, free_bytes: int, *, offloads: bool) -> None:
+    """Raises a ConfigError if a rank with this much memory cannot hold its shard and one gathered unit.
+
+    Both count with their gradients. Optimizer state and activations come on top, and are not known yet. With
+    `offloads`, the shard is elsewhere.
+    """
+    by_unit: dict[torch.nn.Module, int] = {}
+    for parameter, unit in {location.parameter: location.unit for location in locations}.items():
+        by_unit[unit] = by_unit.get(unit, 0) + parameter.nbytes * (2 if parameter.requires_grad else 1)
+    unit, largest = max(by_unit.items(), key=lambda item: item[1])
+    total, left = 0 if offloads else sum(by_unit.values()), free_bytes - largest
+    if largest + total / world_size <= free_bytes:
+        return
+    needed = f"a rank needs {(largest + total / world_size) / 1e9:.2f} GB for"
+    if left <= 0:
+        raise ConfigError(
+            f"{needed} its largest FSDP unit alone, {_kind(unit)}, and has {free_bytes / 1e9:.2f} GB free. Name the "
+            "classes of smaller modules in run.prepare(model, shard=...) or fsdp.shard_classes."
+        )
+    raise ConfigError(
+        f"{needed} its shard and the largest unit, with gradients, and has {free_bytes / 1e9:.2f} GB free. The model "
+        f"fits {-(-total // left)} workers or more: set min_workers, or fsdp.cpu_offload = true."
+    )
 
 
 def check_shardable(locations: list[ParameterLocation]) -> None:

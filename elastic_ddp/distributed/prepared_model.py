@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from elastic_ddp import torch_internals
+from elastic_ddp.distributed.first_weights import FirstWeights
 from elastic_ddp.errors import ConfigError
 
 ShardBy = type[torch.nn.Module] | tuple[type[torch.nn.Module], ...] | Callable[[torch.nn.Module], bool]
@@ -21,7 +22,7 @@ class PreparedModel:
     The module stays the user's own, of its own class. With `bf16`, calls of it run under autocast to bfloat16 and
     return float32, with `fp16` under autocast to float16. Copies of the module do not have the route: they compute
     outside of DDP, without autocast. `is_unit` returns whether FSDP shards a submodule as one unit. `buffer_rules` are
-    those of `buffer_rules.py`.
+    those of `buffer_rules.py`. `first_weights` makes what is on the meta device when a run begins.
     """
 
     def __init__(
@@ -33,8 +34,10 @@ class PreparedModel:
         fp16: bool = False,
         is_unit: Callable[[torch.nn.Module], bool] = lambda submodule: False,
         buffer_rules: Mapping[str, str] | None = None,
+        first_weights: FirstWeights | None = None,
     ) -> None:
         self.module = module
+        self.first_weights = first_weights or FirstWeights(0)
         self.buffer_rules = buffer_rules or {}
         self.is_unit = is_unit
         self._device_type = device.type

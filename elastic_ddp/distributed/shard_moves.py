@@ -51,6 +51,7 @@ def move_rows(
     held: Mapping[int, dict[str, torch.Tensor]],
     resharding: Resharding,
     group: ProcessGroup,
+    device: torch.device,
     offset: int | None = None,
     tick: Callable[[], None] = lambda: None,
 ) -> dict[int, dict[str, torch.Tensor]]:
@@ -63,6 +64,7 @@ def move_rows(
         held: the rows of each shard that this rank holds, by its number. They are removed as they move.
         resharding: who holds which shards, and who keeps one.
         group: the ranks.
+        device: where this rank keeps its shards.
         offset: how many ranks after the owner of a shard the rank comes that mirrors it; None for no mirrors.
         tick: called after each batch.
     """
@@ -74,7 +76,7 @@ def move_rows(
     kept: dict[int, dict[str, torch.Tensor]] = {}
     for batch in _batches(specs):
         for shards in wanted:
-            moved, shard = _move(batch, held, resharding, shards, group), shards[group.rank]
+            moved, shard = _move(batch, held, resharding, shards, group, device), shards[group.rank]
             if shard is not None:
                 kept.setdefault(shard, {}).update(moved)
         for rows in held.values():
@@ -99,7 +101,7 @@ def rotate_rows(
         to_send[target] = [ravel(rows[name]).view(torch.uint8) for name in batch]
         lengths = [len(rows_of(spec.shape[0], source, world_size)) * spec.row_bytes for spec in batch.values()]
         sizes = [sum(lengths) if rank == source else 0 for rank in range(world_size)]
-        content = _exchange(to_send, sizes, group)[source].to(group.device)
+        content = _exchange(to_send, sizes, group)[source].to(rows[next(iter(batch))].device)
         for (name, spec), part in zip(batch.items(), content.split(lengths), strict=True):
             received[name] = _as_rows(part, spec)
     return received
@@ -135,6 +137,7 @@ def _move(
     resharding: Resharding,
     wanted: Sequence[int | None],
     group: ProcessGroup,
+    device: torch.device,
 ) -> dict[str, torch.Tensor]:
     """Moves some tensors to the ranks that want them. `wanted` has for each rank the shard that it gets."""
     own, world_size = group.rank, group.world_size
@@ -163,11 +166,11 @@ def _move(
             if source == own:
                 parts.append(own_part(name, shard, rows))
             else:
-                parts.append(received[source][offsets[source] : offsets[source] + size].to(group.device))
+                parts.append(received[source][offsets[source] : offsets[source] + size].to(device))
                 offsets[source] += size
         is_received = all(resharding.source(shard, own) != own for shard, _ in _overlaps(spec, resharding, wanted[own]))
         # A part of the held rows is copied, so that their memory can be freed.
-        kept[name] = _as_rows(parts[0] if len(parts) == 1 and is_received else _joined(parts, group.device), spec)
+        kept[name] = _as_rows(parts[0] if len(parts) == 1 and is_received else _joined(parts, device), spec)
     return kept
 
 

@@ -101,11 +101,18 @@ class Strategy(ABC):
         self._num_steps = 0
 
     def shard(  # noqa: B027
-        self, optimizers: Sequence[torch.optim.Optimizer], rows: Mapping[str, torch.Tensor] = MappingProxyType({})
+        self,
+        optimizers: Sequence[torch.optim.Optimizer],
+        rows: Mapping[str, torch.Tensor] = MappingProxyType({}),
+        *,
+        begins: bool = False,
     ) -> None:
         """Turns the full model and its optimizers into the form in which they train.
 
-        `rows` may have this rank's rows of the parameters of a model that was sharded before. They become its shards.
+        Args:
+            optimizers: the optimizers of the model.
+            rows: may have this rank's rows of the parameters, which become its shards.
+            begins: whether the model gets its first weights. Otherwise the caller loads what is not in `rows`.
         """
 
     def layout(self, optimizers: Sequence[torch.optim.Optimizer]) -> Layout | None:

@@ -166,8 +166,8 @@ def _communication(measured: PhasesMeasured, share: float) -> Bottleneck:
     least, most, mean = min(counts, default=1), max(counts, default=1), sum(counts) / max(1, len(counts))
     reason = f"communication that the backward does not hide takes {_percent(share)} of the time."
     advice = (
-        "Try fewer workers (`elastic-ddp resize`), a larger ddp.bucket_cap_mb, or with FSDP reshard_after_forward = "
-        'false; or, in a new run, a larger global_batch_size or micro_batch_size, or reduction = "native".'
+        "Try fewer workers (`elastic-ddp resize`); with DDP a larger ddp.bucket_cap_mb, with FSDP fsdp.sharding = "
+        '"grad_op"; or, in a new run, a larger global_batch_size or micro_batch_size, or reduction = "native".'
     )
     if 1 - mean / most >= share / 2:  # most of it is waiting for ranks with more micro-batches
         reason = f"ranks have {least} or {most} micro-batches, and wait for each other {_percent(share)} of the time."

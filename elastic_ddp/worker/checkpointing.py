@@ -107,7 +107,8 @@ class Checkpointer:
 
     def warm_up(self, state: TrainState) -> None:
         """Prepares the first save, so that training does not wait for it. Raises a CheckpointError as `save` does."""
-        self._saver.warm_up(state.state_dict())
+        if not any(tensor.is_meta for tensor in (*state.module.parameters(), *state.module.buffers())):
+            self._saver.warm_up(state.state_dict())  # otherwise FSDP makes them, and looks at the state then
         # Not while a process group forms: with address translation, its connections could be confused with this one.
         self._connection.connect_with_retry(self._client.store_address)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,30 +12,26 @@ from elastic_ddp.data.feed import MicroBatchFeed
 from elastic_ddp.data.feed_cache import FeedCache
 from elastic_ddp.data.inline_feed import InlineFeed
 from elastic_ddp.data.order import FeedPlan
-from elastic_ddp.distributed.assignment import Assignment, Shards
+from elastic_ddp.distributed.assignment import Assignment
 from elastic_ddp.distributed.buffer_sync import StepBuffers
 from elastic_ddp.distributed.host_number import to_host
 from elastic_ddp.distributed.parameter_guard import ParameterGuard
 from elastic_ddp.distributed.process_group import ProcessGroup
 from elastic_ddp.distributed.reduction_tree import processing_order
-from elastic_ddp.distributed.state_transfer import check_same_model, transfer_state
-from elastic_ddp.distributed.store import StoreConnection
+from elastic_ddp.distributed.state_transfer import check_same_model
 from elastic_ddp.distributed.strategy import Strategy
 from elastic_ddp.rendezvous.hang import Activity
-from elastic_ddp.telemetry.events import HyperparametersDiffer, Warned
-from elastic_ddp.tensors.state_tree import Layout
-from elastic_ddp.worker.held_shards import NOTHING, move_shards, share_plain
+from elastic_ddp.worker.generation_inputs import GenerationInputs
 from elastic_ddp.worker.loss_weight import unit_of
-from elastic_ddp.worker.mirror import Mirror, find_shortage
 from elastic_ddp.worker.nonfinite import Policy
 from elastic_ddp.worker.phase_clock import PhaseClock
+from elastic_ddp.worker.state_sharing import share_state
 from elastic_ddp.worker.train_state import TrainState
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from elastic_ddp.config.run_config import RunConfig
-    from elastic_ddp.telemetry.event import Event
     from elastic_ddp.worker.job import Job
 
 
@@ -77,25 +72,6 @@ def strategy_of(config: RunConfig) -> type[Strategy]:
     from elastic_ddp.distributed.ddp import DDPStrategy
 
     return DDPStrategy
-
-
-@dataclass(frozen=True, kw_only=True)
-class GenerationInputs:
-    """What a worker brings into each of its generations."""
-
-    job: Job
-    state: TrainState
-    device: torch.device
-    store: StoreConnection
-    feeds: FeedCache
-    activity: Activity
-    phases: PhaseClock
-    restore: Callable[[ProcessGroup, Callable[[], Layout | None]], dict[str, Any] | None]
-    """See `Checkpointer.restore`. Called if no rank holds a state."""
-    record: Callable[[Event], None]
-    """Appends an event to the ledger."""
-    on_forming: Callable[[ProcessGroup], None]
-    on_formed: Callable[[], None]
 
 
 @dataclass
@@ -269,82 +245,3 @@ class Generation:
         self.feeds.close(self.feed)
         self.strategy.close()
         self.group.close(intact=intact)
-
-
-def share_state(inputs: GenerationInputs, group: ProcessGroup, strategy: Strategy) -> None:
-    """Brings all ranks to the state of the most advanced rank, or of the newest commit.
-
-    With FSDP, shards it and mirrors the shards.
-    """
-    state, assignment = inputs.state, group.assignment
-    if assignment.resharding is None:
-        _share_whole_state(inputs, group, strategy)
-    else:
-        if state.finish_step is not None and assignment.first_step == state.position.step:
-            state.drop_doubt()
-        shared = share_plain(state.held or NOTHING, group, inputs.activity.tick)
-        if state.finish_step is not None:
-            state.settle_doubt(shared)
-        state.mirror = None  # its rows are in what is held
-        has_room = partial(_has_room_for_mirrors, inputs, group)
-        held = move_shards(state.held or NOTHING, shared, group, has_room, inputs.activity.tick)
-        if assignment.only_hands_over:
-            state.held, state.shards = held, held.shards
-            return
-        strategy.shard(state.optimizers, held.tensors(held.shards.held[0]))
-        state.layout = strategy.layout(state.optimizers)
-        state.load_state_dict(held.restored(state.layout))
-        mirrored = held.tensors(held.shards.held[1]) if len(held.shards.held) > 1 else None
-        _mirror_shards(state, group, mirrored, is_wanted=mirrored is not None)
-        state.held = None
-        return
-    if state.is_sharded:
-        _mirror_shards(state, group, None, is_wanted=_has_room_for_mirrors(inputs, group, state.mirror_bytes()))
-
-
-def _has_room_for_mirrors(inputs: GenerationInputs, group: ProcessGroup, num_bytes: int) -> bool:
-    """Returns whether shards are mirrored, for which this rank needs this much memory. Collective."""
-    if group.world_size == 1 or group.assignment.handover_only or not inputs.job.config.fsdp.mirror:
-        return False
-    shortage = find_shortage(num_bytes, group)
-    if shortage is not None and group.rank == 0:
-        text = f"The shards have no mirrors: {shortage}. If a worker dies, the run resumes from its newest commit."
-        inputs.record(Warned(text=text))
-    return shortage is None
-
-
-def _mirror_shards(
-    state: TrainState, group: ProcessGroup, rows: dict[str, torch.Tensor] | None, *, is_wanted: bool
-) -> None:
-    """Mirrors the shards if that is wanted, and records which shards this rank holds. Collective."""
-    offset, held = group.assignment.mirror_offset, (group.rank,)
-    state.mirror = Mirror(state.module, state.optimizers, group, offset, rows) if is_wanted else None
-    state.shards = Shards(group.world_size, held if state.mirror is None else (*held, state.mirror.shard))
-
-
-def _share_whole_state(inputs: GenerationInputs, group: ProcessGroup, strategy: Strategy) -> None:
-    """Brings all ranks to a state that one rank, or a commit, has as a whole."""
-    state, assignment = inputs.state, group.assignment
-
-    def shard() -> Layout | None:
-        strategy.shard(state.optimizers)
-        state.layout = strategy.layout(state.optimizers)
-        return state.layout
-
-    source, receivers = assignment.source, assignment.receivers
-    if source is None:
-        if (restored := inputs.restore(group, shard)) is not None:
-            changes, uses_code = state.resume(restored, inputs.activity.tick)
-            if changes and group.rank == 0:
-                listed = [change.to_json() for change in changes]
-                inputs.record(HyperparametersDiffer(step=state.position.step, changes=listed, uses_code=uses_code))
-            return
-        if state.load_initial_weights is not None:
-            state.load_initial_weights(group)
-        # A new run starts from the weights of rank 0, however each rank initialized its own.
-        source, receivers = 0, tuple(range(1, group.world_size))
-    own = state.state_dict() if group.rank == source and receivers else None
-    received = transfer_state(own, group, source=source, receivers=receivers, tick=inputs.activity.tick)
-    if received is not None:
-        state.load_state_dict(received)
-    shard()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -36,12 +36,20 @@ class HeldShards:
     """The sharded tensors as wholes."""
 
     @classmethod
-    def of(cls, step: int, state: dict[str, Any], shards: Shards, layout: Layout, mirror: Mirror | None) -> HeldShards:
+    def of(
+        cls,
+        step: int,
+        state: dict[str, Any],
+        shards: Shards,
+        layout: Layout | None,
+        mirror: Mirror | None = None,
+    ) -> HeldShards:
         """Returns what this rank holds of the state of a generation, and of its mirror. The tensors are not copied."""
         skeleton, tensors = flatten(state)
         sharded = {name: tensor for name, tensor in tensors.items() if is_dtensor(tensor)}
         rows = {shards.held[0]: {name: local_part(tensor) for name, tensor in sharded.items()}}
         if mirror is not None:
+            assert layout is not None
             rows[mirror.shard] = mirror.rows(sharded, layout)
         return cls(
             step=step,
@@ -89,16 +97,23 @@ NOTHING = HeldShards(0, Shards(0, ()), None, {}, {}, {})
 """What a rank without a state holds."""
 
 
-def share_plain(held: HeldShards, group: ProcessGroup, tick: Callable[[], None]) -> HeldShards:
-    """Returns what every rank holds of the state, which the most advanced rank sends, without shards. Collective."""
-    resharding, source, step = group.assignment.resharding, group.assignment.source, group.assignment.first_step
-    assert resharding is not None and source is not None and step is not None
+def share_plain(
+    held: HeldShards,
+    group: ProcessGroup,
+    tick: Callable[[], None],
+    step: int,
+    source: int,
+    receivers: Sequence[int],
+) -> HeldShards:
+    """Returns what every rank holds of the state, as rank `source` has it after `step` steps, without shards.
+
+    Collective. The receivers get its tensors; the other ranks have them.
+    """
     header = None
     if group.rank == source:
         described = {name: [dtype_name(spec.dtype), list(spec.shape)] for name, spec in held.specs.items()}
         header = json.dumps({"skeleton": held.skeleton, "specs": described}).encode()
     received = json.loads(group.broadcast_bytes(header, source))
-    receivers = tuple(rank for rank in group.assignment.receivers if rank in resharding.keepers)
     plain = transfer_tensors(held.plain, group, source=source, receivers=receivers, tick=tick)
     specs = {name: Spec(tuple(shape), dtype_of(dtype)) for name, (dtype, shape) in received["specs"].items()}
     return HeldShards(step, NOTHING.shards, received["skeleton"], held.plain if plain is None else plain, {}, specs)
@@ -108,6 +123,7 @@ def move_shards(
     held: HeldShards,
     shared: HeldShards,
     group: ProcessGroup,
+    device: torch.device,
     has_room: Callable[[int], bool],
     tick: Callable[[], None],
 ) -> HeldShards:
@@ -117,6 +133,7 @@ def move_shards(
         held: what this rank holds now.
         shared: what `share_plain` returned.
         group: the ranks.
+        device: where this rank keeps its shards.
         has_room: decides whether shards are mirrored, from how many bytes this rank then has more than now. Collective.
         tick: called now and then.
     """
@@ -125,7 +142,7 @@ def move_shards(
     num = len(resharding.keepers)
     own = sum(tensor.nbytes for rows in held.rows.values() for tensor in rows.values())
     offset = group.assignment.mirror_offset if has_room(2 * _with_gradient(specs) // num - own) else None
-    rows = move_rows(specs, held.rows, resharding, group, offset, tick)
+    rows = move_rows(specs, held.rows, resharding, group, device, offset, tick)
     if group.rank not in resharding.keepers:
         return NOTHING
     return replace(shared, shards=Shards(num, tuple(rows)), rows=rows)

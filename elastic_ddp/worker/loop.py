@@ -55,6 +55,7 @@ class Loop:
         self.profiler = StepProfiler(job.storage, client, device)
         self._step: Step | None = None
         self._warmup: WarmupStep | None = None
+        self._mirror_warning: str | None = None
 
     @property
     def has_begun(self) -> bool:
@@ -129,16 +130,20 @@ class Loop:
                 membership.peer_failed(failure, in_step=True)
 
     def _warn(self) -> None:
-        """Rank 0 reports problems that it expects later in the run, in the first generation of the session."""
+        """Rank 0 reports problems that it expects later in the run, most in the first generation of the session."""
         generation, shape = self.membership.generation, self.job.shape
         assert generation is not None
-        if self.rank != 0 or generation.number != 1:
+        if self.rank != 0:
             return
-        texts = [_OF_DETAIL if os.environ.get("TORCH_DISTRIBUTED_DEBUG", "").upper() == "DETAIL" else None]
-        texts += [warn_about_schedulers(self.state.optimizers, self.state.schedulers, self.state.registered)]
-        texts += [warn_about_mirrors(generation.group.assignment) if self.state.mirror is not None else None]
-        if self.job.total_steps >= shape.steps_per_epoch:
-            texts.append(warn_about_batch_norm(self.state.module, shape))
+        place, before = generation.group.assignment, self._mirror_warning
+        self._mirror_warning = warn_about_mirrors(place) if self.state.mirror is not None else None
+        texts = [self._mirror_warning if self._mirror_warning != before else None]
+        if generation.number == 1:
+            is_detailed = os.environ.get("TORCH_DISTRIBUTED_DEBUG", "").upper() == "DETAIL"
+            texts.append(_OF_DETAIL if is_detailed else None)
+            texts.append(warn_about_schedulers(self.state.optimizers, self.state.schedulers, self.state.registered))
+            if self.job.total_steps >= shape.steps_per_epoch:
+                texts.append(warn_about_batch_norm(self.state.module, shape))
         for text in texts:
             if text is not None:
                 self.client.record(Warned(text=text))

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from elastic_ddp import standby
 from elastic_ddp.distributed.assignment import Assignment
+from elastic_ddp.distributed.fsdp_units import device_of_shards
 from elastic_ddp.distributed.process_group import is_peer_failure
 from elastic_ddp.distributed.store import StoreConnection
 from elastic_ddp.errors import WorkersFailedError, format_exception
@@ -25,7 +26,8 @@ from elastic_ddp.telemetry.events import GenerationEnded, GenerationStarted
 from elastic_ddp.tensors.free_memory import free_bytes
 from elastic_ddp.worker.agreed_events import AgreedEvents
 from elastic_ddp.worker.collective_tasks import CollectiveTasks
-from elastic_ddp.worker.generation import Generation, GenerationInputs, feeds_of, micro_batches_of, strategy_of
+from elastic_ddp.worker.generation import Generation, feeds_of, micro_batches_of, strategy_of
+from elastic_ddp.worker.generation_inputs import GenerationInputs
 from elastic_ddp.worker.phase_clock import PhaseClock
 from elastic_ddp.worker.warmup_step import WarmupStep
 
@@ -226,8 +228,9 @@ class WorkerMembership:
         )
 
     def _free_bytes(self) -> int:
-        """Returns the free memory of this rank: of its GPU, or its part of the host's."""
-        free, device = free_bytes(self._inputs.device), self._inputs.device
+        """Returns the free memory of this rank for shards: of its GPU, or its part of the host's."""
+        device = device_of_shards(self._job.config, self._inputs.device)
+        free = free_bytes(device)
         return free // self._num_on_node if device.type == "cpu" or self._job.config.shares_gpu else free
 
     def _open(self, assignment: Assignment) -> Generation:

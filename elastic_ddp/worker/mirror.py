@@ -188,10 +188,10 @@ class Mirror:
                 )
 
 
-def find_shortage(needed_bytes: int, group: ProcessGroup) -> str | None:
+def find_shortage(needed_bytes: int, group: ProcessGroup, device: torch.device) -> str | None:
     """Returns on which device there is too little memory for mirrors; None if there is enough. Collective."""
-    device = str(group.device) if group.device.type == "cuda" else "the host"
-    own = [f"{device} of {socket.gethostname()}", needed_bytes, free_bytes(group.device)]
+    name = str(device) if device.type == "cuda" else "the host"
+    own = [f"{name} of {socket.gethostname()}", needed_bytes, free_bytes(device)]
     by_device: dict[str, tuple[int, int]] = {}
     for name, needed, free in map(json.loads, group.all_gather_bytes(json.dumps(own).encode())):
         total, least = by_device.get(name, (0, free))

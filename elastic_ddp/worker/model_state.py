@@ -42,7 +42,7 @@ def load_weights(module: torch.nn.Module, weights: Mapping[str, Any]) -> None:
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
-    return tensor.layout is torch.strided and not is_dtensor(tensor)
+    return tensor.layout is torch.strided and not is_dtensor(tensor) and not tensor.is_meta
 
 
 def _memory(tensor: torch.Tensor) -> tuple[Any, ...]:

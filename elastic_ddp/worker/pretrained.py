@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -12,22 +13,27 @@ import torch
 
 from elastic_ddp.checkpoint import Commit, CommitCatalog
 from elastic_ddp.checkpoint.reader import build_state, meta_tensors
+from elastic_ddp.distributed.shard_moves import rows_of
 from elastic_ddp.errors import CheckpointError, ConfigError, StorageError, shorten
 from elastic_ddp.storage.retry import RetryingStorage
 from elastic_ddp.storage.storage import Storage
 from elastic_ddp.telemetry.event import Event
 from elastic_ddp.telemetry.events import CommitRejected, WeightsLoaded
+from elastic_ddp.tensors.dtensor import is_dtensor, shard_of
 from elastic_ddp.tensors.state_tree import dtype_name
 from elastic_ddp.worker.agreed_errors import agree_on_error, without_traceback
 from elastic_ddp.worker.job import COMMITS
 from elastic_ddp.worker.model_state import PARAMETERS, left_out, load_weights
 from elastic_ddp.worker.restore import first_usable
 from elastic_ddp.worker.shared_read import read_shared
-from elastic_ddp.worker.weight_files import INDEX, SINGLE, SUFFIXES, KeyMapping, WeightFiles, rename
+from elastic_ddp.worker.weight_files import INDEX, SINGLE, SUFFIXES, KeyMapping, StoredTensor, WeightFiles, rename
 
 if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
     from elastic_ddp.distributed.process_group import ProcessGroup
     from elastic_ddp.rendezvous.hang import Activity
+    from elastic_ddp.tensors.state_tree import Layout
 
 _log = logging.getLogger(__name__)
 MODEL = "model"
@@ -53,17 +59,24 @@ class PretrainedWeights:
     key_mapping: KeyMapping | None = None
 
     def load(
-        self, module: torch.nn.Module, group: ProcessGroup, record: Callable[[Event], None], activity: Activity
-    ) -> None:
-        """Loads the weights into a module. Every rank calls it, and every rank raises the same.
+        self,
+        module: torch.nn.Module,
+        group: ProcessGroup,
+        record: Callable[[Event], None],
+        activity: Activity,
+        layout: Layout | None = None,
+    ) -> list[str]:
+        """Loads the weights into a module, and returns the names of what it loaded there.
 
-        Weights in files are loaded on rank 0 alone, whose state a new run starts from.
+        Every rank calls it, and every rank raises the same. Of a tensor that is sharded, each rank loads its rows. Of
+        files, rank 0 alone loads what is not sharded: a new run starts from its state.
 
         Args:
             module: the model.
             group: the open process group. Rank 0 chooses the commit, because the other run may be live.
             record: appends an event to the ledger; rank 0 reports what was loaded, and each unusable commit.
             activity: the time that the storage takes does not count as a hang.
+            layout: how the model is sharded; None if each rank has all of it.
 
         Raises:
             ConfigError: there are no such weights, or they do not fit the model.
@@ -71,53 +84,88 @@ class PretrainedWeights:
             StorageError: the storage failed.
         """
         error: Exception | None = None
-        are_files = b""
+        found = b""
         if group.rank == 0:
             try:
-                are_files = b"yes" if self._load_files(module, record, activity) else b""
+                files = self._find_files()
+                found = b"" if files is None else json.dumps([files.storage.uri, files.names]).encode()
             except (CheckpointError, ConfigError, StorageError) as raised:
                 error = without_traceback(raised)
-        if not agree_on_error(error, group, are_files)[0]:
-            self._load_commit(module, group, record, activity)
+        if not (found := agree_on_error(error, group, found)[0]):
+            return self._load_commit(module, group, record, activity, layout)
+        matching: list[str] = []
+        if layout is not None or group.rank == 0:
+            folder, names = json.loads(found)
+            try:
+                files = WeightFiles(RetryingStorage(Storage(folder)), names)
+                matching = self._load_files(files, module, group, record, activity, layout)
+            except (CheckpointError, ConfigError, StorageError) as raised:
+                error = without_traceback(raised)
+        agree_on_error(error, group)
+        return matching
 
-    def _load_files(self, module: torch.nn.Module, record: Callable[[Event], None], activity: Activity) -> bool:
-        """Loads weights from files, on rank 0. Returns False if the URI is a folder without such files."""
+    def _find_files(self) -> WeightFiles | None:
         files = WeightFiles.find(self.uri)
-        if files is None:
-            return False
-        if self.step is not None:
+        if files is not None and self.step is not None:
             raise ConfigError(
                 f"run.load_weights: step={self.step} is for the commits of a run, and {self.uri} is none."
             )
+        return files
 
-        def load(weights: Mapping[str, Any]) -> None:
-            renamed = rename(weights, self.key_mapping)
+    def _load_files(
+        self,
+        files: WeightFiles,
+        module: torch.nn.Module,
+        group: ProcessGroup,
+        record: Callable[[Event], None],
+        activity: Activity,
+        layout: Layout | None,
+    ) -> list[str]:
+        """Loads this rank's part of the weights in files."""
+        with activity.within("hand-over", files.storage.worked_s), files.opened(activity.tick) as stored:
+            renamed = rename(stored, self.key_mapping)
             fit = Fit.of(module, renamed, "file")
             fit.check(self.uri, strict=self.strict)
-            load_weights(module, renamed)
+            weights = {name: value for name, value in renamed.items() if not isinstance(value, StoredTensor)}
+            for name in fit.matching:
+                like = _sharded_like(name, layout)
+                if like is not None:
+                    rows = rows_of(like.shape[0], like.device_mesh.get_local_rank(), like.device_mesh.size())
+                    weights[name] = shard_of(renamed[name].read(rows), like)
+                elif group.rank == 0:
+                    weights[name] = renamed[name].whole()
+            load_weights(module, weights)
+        if group.rank == 0:
             self._report(None, fit, [], record)
-
-        with activity.within("hand-over", files.storage.worked_s):
-            files.read(activity.tick, load)
-        return True
+        return fit.matching
 
     def _load_commit(
-        self, module: torch.nn.Module, group: ProcessGroup, record: Callable[[Event], None], activity: Activity
-    ) -> None:
+        self,
+        module: torch.nn.Module,
+        group: ProcessGroup,
+        record: Callable[[Event], None],
+        activity: Activity,
+        layout: Layout | None,
+    ) -> list[str]:
         storage = RetryingStorage(Storage(self.uri).at(COMMITS))
         store = CommitCatalog(storage)
         fits: dict[int, Fit] = {}
 
         def read(commit: Commit, skeleton: bytes) -> dict[str, Any]:
             error: Exception | None = None
+            targets: dict[str, torch.Tensor | None] = {}
             try:
-                saved = rename(_meta_weights(commit, skeleton), self.key_mapping)
-                fits[commit.step] = Fit.of(module, saved, "commit")
+                saved = _meta_weights(commit, skeleton)
+                fits[commit.step] = Fit.of(module, rename(saved, self.key_mapping), "commit")
                 fits[commit.step].check(f"step {commit.step} in {self.uri}", strict=self.strict)
+                for new, name in rename({name: name for name in saved}, self.key_mapping).items():
+                    for component in _components(commit) if layout is not None else ():
+                        targets[f"{component}.{name}"] = layout(f"{component}.{new}")  # type: ignore[misc]
             except (CheckpointError, ConfigError) as raised:
                 error = without_traceback(raised)
             agree_on_error(error, group)
-            return read_shared(commit, skeleton, storage, group, components=_components(commit), tick=activity.tick)
+            options: dict[str, Any] = {"components": _components(commit), "layout": targets.get}
+            return read_shared(commit, skeleton, storage, group, **options, tick=activity.tick)
 
         with activity.within("hand-over", storage.worked_s):
             usable = first_usable(store, self._candidates(store), group, read)
@@ -127,6 +175,7 @@ class PretrainedWeights:
         load_weights(module, weights if self.key_mapping is None else rename(weights, self.key_mapping))
         if group.rank == 0:
             self._report(commit.step, fits[commit.step], store.rejected, record)
+        return fits[commit.step].matching
 
     def _report(
         self, step: int | None, fit: Fit, rejected: list[tuple[str, str]], record: Callable[[Event], None]
@@ -174,6 +223,12 @@ def _components(commit: Commit) -> set[str]:
     return {MODEL, *({PARAMETERS} & {name.partition(".")[0] for name in commit.tensors})}
 
 
+def _sharded_like(name: str, layout: Layout | None) -> DTensor | None:
+    """Returns the tensor of the model that has a name, if it is sharded."""
+    found = (layout(f"{component}.{name}") for component in (MODEL, PARAMETERS)) if layout is not None else ()
+    return next((tensor for tensor in found if is_dtensor(tensor)), None)
+
+
 def _weights(state: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the weights in a state, also those that the state dict of its model leaves out."""
     return {**state[MODEL], **state.get(PARAMETERS, {})}
@@ -202,7 +257,7 @@ class Fit:
     @classmethod
     def of(cls, module: torch.nn.Module, saved: Mapping[str, Any], kind: str) -> Fit:
         """Compares saved weights with a model."""
-        built = module.state_dict()
+        built = module.state_dict(keep_vars=True)
         built |= {name: tensor for name, tensor in left_out(module, built)[PARAMETERS].items() if name not in built}
         shared = [name for name in sorted(built.keys() & saved.keys()) if isinstance(built[name], torch.Tensor)]
         shapes = {name: (_shape(saved[name]), _shape(built[name])) for name in shared}
@@ -260,10 +315,10 @@ class Fit:
 
 def _memory(value: Any) -> Any:
     """Returns where a tensor is in memory, equal for the names of tied weights."""
-    if isinstance(value, torch.Tensor) and value.numel():
+    if isinstance(value, torch.Tensor) and value.numel() and not value.is_meta and not is_dtensor(value):
         return value.data_ptr(), value.shape, value.stride()
     return id(value)
 
 
 def _shape(value: Any) -> str:
-    return str(tuple(value.shape)) if isinstance(value, torch.Tensor) else "not a tensor"
+    return str(tuple(value.shape)) if isinstance(value, torch.Tensor | StoredTensor) else "not a tensor"

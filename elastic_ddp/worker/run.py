@@ -11,6 +11,7 @@ import torch
 
 from elastic_ddp.distributed.buffer_rules import check_rules
 from elastic_ddp.distributed.buffer_sync import resolve_views
+from elastic_ddp.distributed.first_weights import FirstWeights
 from elastic_ddp.distributed.prepared_model import PreparedModel, ShardBy, unit_predicate
 from elastic_ddp.errors import ConfigError
 from elastic_ddp.storage.storage import Storage
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
     from elastic_ddp.data.files import Source
     from elastic_ddp.data.map_style import InMemory
     from elastic_ddp.data.transform import Transform
+    from elastic_ddp.distributed.process_group import ProcessGroup
+    from elastic_ddp.tensors.state_tree import Layout
     from elastic_ddp.worker.evaluation import LossFunction
     from elastic_ddp.worker.generation import Generation
     from elastic_ddp.worker.loop import Loop
@@ -66,12 +69,17 @@ class Run:
         *,
         shard: ShardBy | None = None,
         buffers: Mapping[str, str] | None = None,
+        param_init_fn: Callable[[torch.nn.Module], object] | None = None,
         every: Every = "step",
     ) -> Prepared:
         """Adds a model, an optimizer, or a scheduler to the run.
 
         Call it on every rank, in the same order, before `steps()`. `Step.optimize` steps what was prepared. Commits
         save and restore it; restored values are in place from the first step on.
+
+        A model may be built under `torch.device("meta")`. It then gets its weights from `reset_parameters()` of its
+        modules or from `param_init_fn`; what random numbers a module gets depends on the seed and its name. With FSDP,
+        that and the move to the device happen in `steps()`, unit by unit: no rank has the model as a whole.
 
         With FSDP, `steps()` replaces parameters by shards, also in the optimizer. References taken earlier are stale.
 
@@ -83,11 +91,13 @@ class Run:
                 `{"*.usage": "sum"}`. `"mean"` averages the changes over the rows of the global batch, `"sum"` adds the
                 changes of all micro-batches, `"first"` keeps what micro-batch 0 leaves. Statistics of torch's
                 normalization layers need no entry; a change of any other buffer is an error.
+            param_init_fn: initializes the parameters and buffers that a module has itself, in place. It is called with
+                each module, its submodules before it, when a new run begins, also if the model was built with weights.
             every: for a scheduler, whether it is stepped after each `step` or after the last step of each `epoch`.
 
         Returns:
-            `thing` itself. A model is moved to `device`, and calls of it, `model(x)`, go through DDP or FSDP. Calls of
-            its copies do not.
+            `thing` itself. A model is moved to `device`, with FSDP in `steps()`; calls of it, `model(x)`, go through
+            DDP or FSDP. Calls of its copies do not.
 
         Raises:
             ConfigError: the run cannot train `thing`, or no submodule matches `shard`, or no buffer matches `buffers`.
@@ -101,9 +111,11 @@ class Run:
                 "leave it out for a model or an optimizer."
             )
         if isinstance(thing, torch.nn.Module):
-            return self._prepare_model(thing, shard, {} if buffers is None else buffers)
-        if shard is not None or buffers is not None:
-            raise ConfigError(f"run.prepare got a {type(thing).__name__} with shard or buffers, which are for a model.")
+            return self._prepare_model(thing, shard, {} if buffers is None else buffers, param_init_fn)
+        if any(option is not None for option in (shard, buffers, param_init_fn)):
+            raise ConfigError(
+                f"run.prepare got a {type(thing).__name__} with shard, buffers or param_init_fn, which are for a model."
+            )
         if isinstance(thing, torch.optim.Optimizer):
             self._state.add_optimizer(thing)
         elif isinstance(thing, torch.optim.lr_scheduler.LRScheduler):
@@ -115,7 +127,13 @@ class Run:
             )
         return thing
 
-    def _prepare_model(self, module: Module, shard: ShardBy | None, buffers: Mapping[str, str]) -> Module:
+    def _prepare_model(
+        self,
+        module: Module,
+        shard: ShardBy | None,
+        buffers: Mapping[str, str],
+        param_init_fn: Callable[[torch.nn.Module], object] | None,
+    ) -> Module:
         if self._state.model is not None:
             raise ConfigError(
                 "run.prepare got a second model. Prepare one torch.nn.Module that holds both and calls them in forward."
@@ -123,10 +141,13 @@ class Run:
         check_model(module)
         check_sync_batch_norm(module, self.config, self._loop.job.shape)
         check_rules(module, buffers)
-        module.to(self.device)
-        resolve_views(module)
         config = self.config
         is_fsdp = config.strategy == "fsdp"  # which gathers parameters in this precision itself
+        first_weights = FirstWeights(config.seed, param_init_fn)
+        if not is_fsdp:
+            first_weights.make(dict(module.named_modules()), self.device)
+            module.to(self.device)
+        resolve_views(module)
         self._state.model = PreparedModel(
             module,
             device=self.device,
@@ -134,6 +155,7 @@ class Run:
             fp16=config.precision == "fp16" and not is_fsdp,
             is_unit=unit_predicate(module, config.fsdp.shard_classes, shard) if is_fsdp else lambda _: False,
             buffer_rules=buffers,
+            first_weights=first_weights,
         )
         return module
 
@@ -175,7 +197,11 @@ class Run:
         source = Storage(environment().resolve(os.fspath(uri))).uri
         weights = PretrainedWeights(source, step, strict, key_mapping)
         module, client = self._state.module, self._loop.client
-        self._state.load_initial_weights = lambda group: weights.load(module, group, client.record, client.activity)
+
+        def load(group: ProcessGroup, layout: Layout | None) -> list[str]:
+            return weights.load(module, group, client.record, client.activity, layout)
+
+        self._state.load_initial_weights = load
 
     def register(self, name: str, thing: Stateful) -> None:
         """Adds an object with `state_dict()` and `load_state_dict()` to every commit.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Annotated, Any, Protocol, runtime_checkable
@@ -94,8 +94,8 @@ class TrainState:
     """When each of the schedulers is stepped."""
     steps_per_epoch: int = 1
     registered: dict[str, Stateful] = field(default_factory=dict)
-    load_initial_weights: Callable[[ProcessGroup], None] | None = None
-    """Loads pretrained weights at step 0; see `Run.load_weights`. Collective."""
+    load_initial_weights: Callable[[ProcessGroup, Layout | None], Iterable[str]] | None = None
+    """Loads pretrained weights at step 0, and returns the names of what it loaded; see `PretrainedWeights.load`."""
     loss_scale: LossScale | None = None
     """Set with `precision = "fp16"`."""
     position: Position = field(default_factory=Position)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 import platform
 import re
 import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from elastic_ddp.errors import CheckpointError, ConfigError, StorageError, forma
 from elastic_ddp.storage.retry import RetryingStorage
 from elastic_ddp.storage.storage import Storage
 from elastic_ddp.temporary_folder import TemporaryFolder
+from elastic_ddp.tensors.state_tree import dtype_name
 
 KeyMapping = Mapping[str, str] | Callable[[str], str | None]
 """Renames tensors: replacements by regular expression, applied in order, or a function that returns the new name, or
@@ -28,6 +31,25 @@ INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 _NESTED = ("state_dict", "model_state_dict", "model")
 """Where training programs put the weights in a checkpoint that holds more."""
 _DOWNLOAD_BYTES = 16 << 20
+_SAFETENSORS = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "U16": torch.uint16,
+    "I16": torch.int16,
+    "U32": torch.uint32,
+    "I32": torch.int32,
+    "U64": torch.uint64,
+    "I64": torch.int64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F32": torch.float32,
+    "F64": torch.float64,
+    "C64": torch.complex64,
+}
+"""The dtypes of safetensors, by their names in its header."""
 
 
 @dataclass(frozen=True)
@@ -65,8 +87,11 @@ class WeightFiles:
             return cls(storage, _indexed(storage))
         return cls(storage, [SINGLE]) if _exists(storage, SINGLE) else None
 
-    def read(self, tick: Callable[[], None], load: Callable[[dict[str, Any]], None]) -> None:
-        """Calls `load` with the weights by name, on the CPU. They are valid during the call.
+    @contextmanager
+    def opened(self, tick: Callable[[], None]) -> Iterator[dict[str, Any]]:
+        """Yields what the files hold by name: a `StoredTensor` for each tensor, valid in the block, and other values.
+
+        Of safetensors, only the rows that are read leave the storage; other files are copied here as a whole.
 
         Raises:
             ConfigError: a file holds other objects than weights.
@@ -74,21 +99,31 @@ class WeightFiles:
             StorageError: the storage failed.
         """
         weights: dict[str, Any] = {}
-        with self._local_files(tick) as files, self.storage.operation_in_progress():
-            for file, name in zip(files, self.names, strict=True):
-                weights |= _read(file, f"{self.storage.uri}/{name}")
+        with closing(TemporaryFolder("weights")) as temporary, self.storage.operation_in_progress():
+            for number, name in enumerate(self.names):
+                source = f"{self.storage.uri}/{name}"
+                if name.endswith(".safetensors"):
+                    weights |= _safetensors(_bytes_of(self.storage, name, tick), source)
+                else:
+                    file = Path(self.storage.uri, name)
+                    if "://" in source:
+                        file = _download(self.storage, name, Path(temporary.path, str(number)), tick)
+                    weights |= _unpickled(file, source)
                 tick()
-            load(weights)
+            yield weights
 
-    @contextmanager
-    def _local_files(self, tick: Callable[[], None]) -> Iterator[list[Path]]:
-        with closing(TemporaryFolder("weights")) as temporary:
-            yield [
-                _download(self.storage, name, Path(temporary.path, str(number)), tick)
-                if "://" in self.storage.uri
-                else Path(self.storage.uri, name)
-                for number, name in enumerate(self.names)
-            ]
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor in a file."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    read: Callable[[range], torch.Tensor]
+    """Returns rows of dimension 0, on the CPU."""
+
+    def whole(self) -> torch.Tensor:
+        return self.read(range(self.shape[0] if self.shape else 1)).view(self.shape)
 
 
 def rename(weights: Mapping[str, Any], mapping: KeyMapping | None) -> dict[str, Any]:
@@ -173,13 +208,74 @@ def _download(storage: RetryingStorage, name: str, file: Path, tick: Callable[[]
     return file
 
 
-def _read(file: Path, source: str) -> dict[str, Any]:
-    """Returns the weights in a file, mapped into memory where its format allows that."""
-    from safetensors.torch import load_file
+@dataclass(frozen=True)
+class _Bytes:
+    """The bytes of a file."""
+
+    size: int
+    read: Callable[[int, int], torch.Tensor]
+    """Returns the bytes from the first number to the second."""
+
+
+def _bytes_of(storage: RetryingStorage, name: str, tick: Callable[[], None]) -> _Bytes:
+    """Returns the bytes of a file, mapped into memory if it is local."""
+    try:
+        if "://" not in storage.uri:
+            file = Path(storage.uri, name)
+            size = file.stat().st_size
+            content = torch.from_file(str(file), size=size, dtype=torch.uint8)
+            return _Bytes(size, lambda start, stop: content[start:stop])
+        size = storage.size(name)
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{storage.uri}/{name} is missing") from error
+
+    def read(start: int, stop: int) -> torch.Tensor:
+        read = bytearray(stop - start)
+        for first in range(start, stop, _DOWNLOAD_BYTES):
+            last = min(first + _DOWNLOAD_BYTES, stop)
+            storage.read_into(name, first, memoryview(read)[first - start : last - start])
+            tick()
+        return torch.frombuffer(read, dtype=torch.uint8) if read else torch.empty(0, dtype=torch.uint8)
+
+    return _Bytes(size, read)
+
+
+def _safetensors(content: _Bytes, source: str) -> dict[str, StoredTensor]:
+    """Returns the tensors in a safetensors file: 8 bytes with the length of a JSON header, the header, the data."""
+
+    def stored(dtype: torch.dtype, shape: tuple[int, ...], first: int) -> StoredTensor:
+        row_bytes = math.prod(shape[1:]) * dtype.itemsize
+
+        def read(rows: range) -> torch.Tensor:
+            part = content.read(first + rows.start * row_bytes, first + rows.stop * row_bytes)
+            if part.storage_offset() % dtype.itemsize:
+                part = part.clone()
+            return part.view(dtype).view(len(rows), *shape[1:])
+
+        return StoredTensor(shape, dtype, read)
 
     try:
-        if source.endswith(".safetensors"):
-            return load_file(file)
+        length = int.from_bytes(content.read(0, 8).numpy().tobytes(), "little")
+        if not 0 < length <= content.size - 8:
+            raise ValueError(f"its header has {length} bytes, and the file {content.size}")
+        header = json.loads(content.read(8, 8 + length).numpy().tobytes())
+        header.pop("__metadata__", None)
+        tensors = {}
+        for name, entry in header.items():
+            dtype, shape, (first, last) = _SAFETENSORS[entry["dtype"]], tuple(entry["shape"]), entry["data_offsets"]
+            if not 0 <= first <= last <= content.size - 8 - length:
+                raise ValueError(f"the file has {content.size} bytes, and {name} ends after byte {8 + length + last}")
+            if math.prod(shape) * dtype.itemsize != last - first or min(shape, default=0) < 0:
+                raise ValueError(f"{name} of shape {shape} and {dtype_name(dtype)} has {last - first} bytes")
+            tensors[name] = stored(dtype, shape, 8 + length + first)
+        return tensors
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{source} cannot be read: {format_exception(error).splitlines()[0]}") from error
+
+
+def _unpickled(file: Path, source: str) -> dict[str, Any]:
+    """Returns the weights in a file of `torch.save`, mapped into memory where its format allows that."""
+    try:
         content = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
     except FileNotFoundError as error:
         raise CheckpointError(f"{source} is missing") from error
@@ -190,7 +286,16 @@ def _read(file: Path, source: str) -> dict[str, Any]:
                 "model.state_dict() alone, or convert the file to safetensors."
             ) from None
         raise CheckpointError(f"{source} cannot be read: {format_exception(error).splitlines()[0]}") from error
-    return _state_dict(content, source)
+    return {
+        name: StoredTensor(tuple(value.shape), value.dtype, partial(_rows_of, value))
+        if isinstance(value, torch.Tensor)
+        else value
+        for name, value in _state_dict(content, source).items()
+    }
+
+
+def _rows_of(tensor: torch.Tensor, rows: range) -> torch.Tensor:
+    return tensor[rows.start : rows.stop] if tensor.dim() else tensor[None]
 
 
 def _state_dict(content: Any, source: str) -> dict[str, Any]:

@@ -23,6 +23,7 @@ OPTIONS = {
     "elastic.py": [],
     "finetune_text.py": ["--workers", "1"],
     "fp16.py": ["--workers", "1"],
+    "fsdp.py": ["--steps", "20"],
     "image_classification.py": ["--workers", "1", "--epochs", "2"],
     "longer_schedule.py": ["--workers", "1", "--steps", "20"],
     "plain_ddp.py": [],
@@ -104,6 +105,12 @@ def test_the_text_example_fine_tunes_a_model_of_transformers(outputs: Outputs) -
     output = outputs["finetune_text.py"].result()
     found = re.search(r"(\d+) texts; error rate ([\d.]+)", output)
     assert found and int(found[1]) > 300 and float(found[2]) < 0.1, output
+
+
+def test_the_sharded_example_makes_a_model_of_transformers_from_its_configuration(outputs: Outputs) -> None:
+    output = outputs["fsdp.py"].result()
+    found = re.search(r"20 steps; held-out loss ([\d.]+); weights [0-9a-f]{64}\n", output)
+    assert found and float(found[1]) < 4.0, output
 
 
 def test_each_example_has_a_test() -> None:

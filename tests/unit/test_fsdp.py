@@ -230,9 +230,9 @@ class Collectives(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _communicated(group: ProcessGroup, reduction: str, reshard_after_forward: bool) -> dict[str, int]:
+def _communicated(group: ProcessGroup, reduction: str, sharding: str) -> dict[str, int]:
     """Returns the collectives of a step with two micro-batches on each rank, without those of clipping."""
-    config, state = prepared("fsdp", reduction=reduction, fsdp={"reshard_after_forward": reshard_after_forward})
+    config, state = prepared("fsdp", reduction=reduction, fsdp={"sharding": sharding})
     assert state.model is not None
     strategy = strategy_of(config)(state.model, config, group)
     strategy.shard(state.optimizers)
@@ -249,15 +249,13 @@ def _communicated(group: ProcessGroup, reduction: str, reshard_after_forward: bo
     [("canonical", "c10d::alltoall_base_"), ("native", "c10d::_reduce_scatter_base_")],
     ids=["canonical", "native"],
 )
-@pytest.mark.parametrize("reshard_after_forward", [True, False])
-def test_each_round_exchanges_the_gradients_of_each_unit_once(
-    reduction: str, collective: str, reshard_after_forward: bool
-) -> None:
+@pytest.mark.parametrize("sharding", ["full", "grad_op"])
+def test_each_round_exchanges_the_gradients_of_each_unit_once(reduction: str, collective: str, sharding: str) -> None:
     """There are three units, two blocks and the rest of the model, and two rounds."""
-    for counts in run_ranks(2, _communicated, reduction, reshard_after_forward):
+    for counts in run_ranks(2, _communicated, reduction, sharding):
         assert counts[collective] == 2 * 3
         # The rest of the model stays gathered from forward to backward.
-        assert counts["c10d::_allgather_base_"] == 2 * (3 + 2 if reshard_after_forward else 3)
+        assert counts["c10d::_allgather_base_"] == 2 * (3 + 2 if sharding == "full" else 3)
 
 
 def _in_bf16(group: ProcessGroup) -> tuple[set[str], set[str], str]:

@@ -179,12 +179,19 @@ def test_workers_of_one_node_are_mirrored_on_another(tmp_path: Path, calm: dict[
         ({}, {"make_model": Checkpointed, "num_rows": 41}),
         pytest.param({"clip_grad_norm": 0.1}, {}, marks=pytest.mark.chaos),
         pytest.param({"precision": "fp16"}, {}, marks=pytest.mark.chaos),
-        pytest.param(
-            {"fsdp": {"shard_classes": ["Block"], "reshard_after_forward": False}}, {}, marks=pytest.mark.chaos
-        ),
+        pytest.param({"fsdp": {"shard_classes": ["Block"], "sharding": "grad_op"}}, {}, marks=pytest.mark.chaos),
         pytest.param({"fsdp": {"shard_classes": []}}, {}, marks=pytest.mark.chaos),
+        pytest.param({"fsdp": {"shard_classes": ["Block"], "cpu_offload": True}}, {}, marks=pytest.mark.chaos),
     ],
-    ids=["bf16", "checkpointing, and rows that do not divide", "clipping", "fp16", "parameters stay", "one unit"],
+    ids=[
+        "bf16",
+        "checkpointing, and rows that do not divide",
+        "clipping",
+        "fp16",
+        "parameters stay",
+        "one unit",
+        "offload",
+    ],
 )
 def test_a_death_does_not_change_the_bits_of_any_kind_of_job(
     tmp_path: Path, settings: dict[str, Any], changes: dict[str, Any]

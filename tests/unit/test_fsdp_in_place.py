@@ -14,7 +14,8 @@ from elastic_ddp.distributed.assignment import Resharding
 from elastic_ddp.distributed.process_group import ProcessGroup
 from elastic_ddp.rendezvous.hang import Activity
 from elastic_ddp.tensors.state_tree import gather_full
-from elastic_ddp.worker.generation import share_state, strategy_of
+from elastic_ddp.worker.generation import strategy_of
+from elastic_ddp.worker.state_sharing import share_state
 from elastic_ddp.worker.train_state import TrainState
 from tests.ranks import run_ranks
 from tests.unit.test_fsdp import OPTIMIZERS, SIZE, M, prepared, train_on

@@ -22,10 +22,11 @@ from elastic_ddp.errors import ConfigError
 from elastic_ddp.rendezvous.hang import Activity
 from elastic_ddp.storage.storage import Storage
 from elastic_ddp.tensors.state_tree import gather_full
-from elastic_ddp.worker.generation import share_state, strategy_of
+from elastic_ddp.worker.generation import strategy_of
 from elastic_ddp.worker.job import COMMITS
 from elastic_ddp.worker.pretrained import PretrainedWeights
 from elastic_ddp.worker.restore import restore
+from elastic_ddp.worker.state_sharing import share_state
 from elastic_ddp.worker.train_state import TrainState
 from tests.ranks import run_ranks
 from tests.unit.test_fsdp import OPTIMIZERS, prepared, train_on
@@ -126,7 +127,7 @@ def begin_generation(
         return result[1]
 
     if begin_with is not None:
-        state.load_initial_weights = lambda group: begin_with(state.module, group)
+        state.load_initial_weights = lambda group, layout: begin_with(state.module, group, layout)
     strategy = strategy_of(config)(state.model, config, group)
     inputs: Any = SimpleNamespace(
         state=state, restore=restored, activity=Activity(), job=SimpleNamespace(config=config)
@@ -263,8 +264,8 @@ def _tuned(group: ProcessGroup, folder: Path) -> tuple[str, str, bool]:
     save(group, folder / COMMITS, first.state_dict())
     weights = PretrainedWeights(str(folder), step=None, strict=True)
 
-    def load(module: torch.nn.Module, group: ProcessGroup) -> None:
-        weights.load(module, group, lambda *event, **details: None, Activity())
+    def load(module: torch.nn.Module, group: ProcessGroup, layout: Any) -> list[str]:
+        return weights.load(module, group, lambda *event, **details: None, Activity(), layout)
 
     second, _ = begin_generation(group, "AdamW", begin_with=load)
     is_sharded = all(isinstance(parameter, DTensor) for parameter in second.module.parameters())

@@ -63,7 +63,8 @@ CASES: dict[str, tuple[dict[str, Any], int, type[torch.nn.Module]]] = {
     "reassigned-buffers": ({}, 1000, ReassigningModel),
     "repeated-units": ({}, 1000, RepeatedModel),
     "bf16": ({"precision": "bf16"}, 1000, BlocksModel),
-    "kept-gathered": ({"fsdp": {"reshard_after_forward": False}}, 1000, BlocksModel),
+    "grad_op": ({"fsdp": {"sharding": "grad_op"}}, 1000, BlocksModel),
+    "offload": ({"fsdp": {"cpu_offload": True}}, 1000, BlocksModel),
     # The last step has micro-batches of two and of three rows; rows in two of its five micro-batches.
     "short-last-batch": ({"global_batch_size": 28, "micro_batch_size": 4}, 7 * 6 + 3, BlocksModel),
     "empty-micro-batches": ({"global_batch_size": 15, "micro_batch_size": 3}, 5 * 3 + 2, BlocksModel),
@@ -86,6 +87,7 @@ def test_weights_and_losses_have_the_same_bits_at_every_world_size() -> None:
     [expected] = results[1]
     for result in itertools.chain.from_iterable(results.values()):
         assert result == expected
+    assert expected["blocks"] == expected["grad_op"] == expected["offload"]
     [replicated] = run_ranks(1, train_in_full_precision)
     assert expected["not-clipped"] == replicated, "the norm of FSDP is another one, and nothing else"
     assert expected["blocks"]["weights"] != replicated["weights"], "clipping matters here"

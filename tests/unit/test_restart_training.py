@@ -19,7 +19,8 @@ from elastic_ddp.rendezvous.messages import PlannedAssignment
 from elastic_ddp.seeding import seed_all
 from elastic_ddp.storage.storage import Storage
 from elastic_ddp.telemetry.account import Account
-from elastic_ddp.worker.generation import Generation, GenerationInputs
+from elastic_ddp.worker.generation import Generation
+from elastic_ddp.worker.generation_inputs import GenerationInputs
 from elastic_ddp.worker.loop import Loop
 from elastic_ddp.worker.membership import RestartTraining
 from elastic_ddp.worker.run import Run

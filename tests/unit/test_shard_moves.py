@@ -45,7 +45,7 @@ def moved(group: ProcessGroup, plans: list[Resharding], batch_bytes: int) -> lis
     for plan in plans:
         held = {shard: shards_of(shard, plan.num) for shard in plan.held[group.rank]}
         offset = 1 if len(plan.keepers) > 1 else None
-        moved = move_rows(SPECS, held, plan, group, offset)
+        moved = move_rows(SPECS, held, plan, group, group.device, offset)
         results.append({shard: {name: each.tolist() for name, each in rows.items()} for shard, rows in moved.items()})
         assert not any(held.values()), "what has moved is freed"
     return results

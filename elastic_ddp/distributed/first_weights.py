@@ -1,0 +1,112 @@
+"""The first weights of a model that was built on the meta device, made for some of its modules at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+
+import torch
+
+from elastic_ddp.errors import ConfigError, shorten
+from elastic_ddp.seeding import preserve_rng_state, seed_all
+
+Initialize = Callable[[torch.nn.Module], object]
+"""Initializes the tensors that a module has itself, not those of its submodules."""
+_UNSET = 255
+"""The bytes of new tensors. No initialization leaves all of them: floats are NaN then, and integers -1."""
+
+
+class FirstWeights:
+    """Makes and initializes the tensors of modules; what random numbers a module gets depends on its name only.
+
+    Args:
+        seed: of the run.
+        initialize: called with each module, also of a model that was built with weights; None for
+            `module.reset_parameters()` of the modules that are on the meta device.
+    """
+
+    def __init__(self, seed: int, initialize: Initialize | None = None) -> None:
+        self._seed, self._initialize = seed, initialize
+        self.uninitialized: set[str] = set()
+        """The names of tensors that were made and have no value yet."""
+
+    @property
+    def replaces_weights(self) -> bool:
+        """Whether a model that was built with weights gets others, too."""
+        return self._initialize is not None
+
+    def make(self, modules: Mapping[str, torch.nn.Module], device: torch.device) -> None:
+        """Replaces the tensors that modules have on the meta device, and initializes the modules.
+
+        `modules` has them by name, parents before their submodules, which are initialized before them.
+        """
+        made: dict[torch.Tensor, torch.Tensor] = {}  # by the tensors that they replace, which tied weights share
+        for module in modules.values():
+            for key, tensor in _own_tensors(module).items():
+                if tensor not in made and tensor.is_meta:
+                    made[tensor] = _unset_like(tensor, device)
+                elif tensor not in made and self._initialize is not None and tensor.device != device:
+                    made[tensor] = _moved(tensor, device)
+                if tensor in made:
+                    setattr(module, key, made[tensor])
+        new = set(made.values())
+        with preserve_rng_state(device), torch.no_grad(), torch.device(device):
+            for name, module in reversed(list(modules.items())):
+                if (initialize := self._initializer_of(module, new)) is not None:
+                    seed_all(self._seed, "init", name)
+                    initialize()
+        for name, module in modules.items() if made else ():
+            for key, tensor in _own_tensors(module).items():
+                if tensor in new and _is_unset(tensor):
+                    self.uninitialized.add(f"{name}.{key}" if name else key)
+                elif tensor.device != device:  # the initialization has made it
+                    setattr(module, key, _moved(tensor, device))
+
+    def note_loaded(self, module: torch.nn.Module, names: Iterable[str]) -> None:
+        """Notes that tensors of the model with these names have values, also under other names."""
+        options = {"remove_duplicate": False}
+        tensors = {**dict(module.named_parameters("", **options)), **dict(module.named_buffers("", **options))}
+        loaded = {tensors[name] for name in names if name in tensors}
+        self.uninitialized -= {name for name, tensor in tensors.items() if tensor in loaded}
+
+    def _initializer_of(self, module: torch.nn.Module, new: set[torch.Tensor]) -> Callable[[], object] | None:
+        if self._initialize is not None:
+            return lambda: self._initialize(module)  # type: ignore[misc]
+        if any(tensor in new for tensor in _own_tensors(module).values()):
+            return getattr(module, "reset_parameters", None)
+        return None
+
+    def check(self) -> None:
+        """Raises a ConfigError if a tensor has no value, after weights were loaded."""
+        if self.uninitialized:
+            raise ConfigError(
+                "the model was built on the meta device, and nothing has initialized "
+                f"{shorten(sorted(self.uninitialized), 5)}. Give its module a reset_parameters() that does it in "
+                "place; or use run.prepare(model, param_init_fn=f), where f(module) does it for each module."
+            )
+
+
+def _own_tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Returns the parameters and buffers that a module has itself."""
+    options = {"recurse": False, "remove_duplicate": False}
+    return {**dict(module.named_parameters("", **options)), **dict(module.named_buffers("", **options))}
+
+
+def _unset_like(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    made = torch.empty_like(tensor, device=device, requires_grad=False)
+    _bytes_of(made).fill_(_UNSET)
+    is_parameter = isinstance(tensor, torch.nn.Parameter)
+    return torch.nn.Parameter(made, requires_grad=tensor.requires_grad) if is_parameter else made
+
+
+def _is_unset(tensor: torch.Tensor) -> bool:
+    return tensor.numel() > 0 and int(_bytes_of(tensor).min()) == _UNSET
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+
+
+def _moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    moved = tensor.detach().to(device)
+    is_parameter = isinstance(tensor, torch.nn.Parameter)
+    return torch.nn.Parameter(moved, requires_grad=tensor.requires_grad) if is_parameter else moved

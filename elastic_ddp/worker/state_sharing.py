@@ -1,0 +1,147 @@
+"""How the ranks of a new generation come to one state: of a rank, of a commit, from shards, or that of a new run."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+from elastic_ddp.distributed.assignment import Shards
+from elastic_ddp.distributed.fsdp_units import device_of_shards
+from elastic_ddp.distributed.process_group import ProcessGroup
+from elastic_ddp.distributed.state_transfer import transfer_state
+from elastic_ddp.distributed.strategy import Strategy
+from elastic_ddp.errors import ConfigError
+from elastic_ddp.telemetry.events import HyperparametersDiffer, Warned
+from elastic_ddp.tensors.state_tree import Layout
+from elastic_ddp.worker.agreed_errors import agree_on_error, without_traceback
+from elastic_ddp.worker.held_shards import NOTHING, HeldShards, move_shards, share_plain
+from elastic_ddp.worker.mirror import Mirror, find_shortage
+from elastic_ddp.worker.train_state import TrainState
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import torch
+
+    from elastic_ddp.worker.generation_inputs import GenerationInputs
+
+
+def share_state(inputs: GenerationInputs, group: ProcessGroup, strategy: Strategy) -> None:
+    """Brings all ranks to the state of the most advanced rank, of the newest commit, or of a new run.
+
+    With FSDP, shards it and mirrors the shards.
+    """
+    if strategy.replicates_state:
+        _share_replica(inputs, group)
+    elif group.assignment.resharding is None:
+        _shard_whole_state(inputs, group, strategy)
+    else:
+        _move_shards(inputs, group, strategy)
+
+
+def _share_replica(inputs: GenerationInputs, group: ProcessGroup) -> None:
+    """Brings all ranks to a state that one rank, or a commit, has as a whole."""
+    state, source, receivers = inputs.state, group.assignment.source, group.assignment.receivers
+    if source is None:
+        if _resume(inputs, group, lambda: None):
+            return
+        _load_initial_weights(state, group, None)
+        # A new run starts from the weights of rank 0, however each rank initialized its own.
+        source, receivers = 0, tuple(range(1, group.world_size))
+    own = state.state_dict() if group.rank == source and receivers else None
+    received = transfer_state(own, group, source=source, receivers=receivers, tick=inputs.activity.tick)
+    if received is not None:
+        state.load_state_dict(received)
+
+
+def _shard_whole_state(inputs: GenerationInputs, group: ProcessGroup, strategy: Strategy) -> None:
+    """Shards the state of the newest commit, or of a new run. No rank has more than a unit of the model as a whole."""
+    state = inputs.state
+    assert state.model is not None
+
+    def shard(*, begins: bool = False) -> Layout | None:
+        strategy.shard(state.optimizers, begins=begins)
+        state.layout = strategy.layout(state.optimizers)
+        return state.layout
+
+    if not _resume(inputs, group, shard):
+        layout = shard(begins=True)
+        _load_initial_weights(state, group, layout)
+        # The rest is that of rank 0, however each rank began.
+        held = HeldShards.of(0, state.state_dict(), Shards(group.world_size, (group.rank,)), layout)
+        shared = share_plain(held, group, inputs.activity.tick, 0, 0, range(1, group.world_size))
+        if group.rank:
+            state.load_state_dict(replace(held, skeleton=shared.skeleton, plain=shared.plain).restored(layout))
+    _mirror_shards(state, group, None, is_wanted=_has_room_for_mirrors(inputs, group, state.mirror_bytes()))
+
+
+def _resume(inputs: GenerationInputs, group: ProcessGroup, make_layout: Callable[[], Layout | None]) -> bool:
+    """Loads the newest commit. Returns False if there is none."""
+    state = inputs.state
+    if (restored := inputs.restore(group, make_layout)) is None:
+        return False
+    changes, uses_code = state.resume(restored, inputs.activity.tick)
+    if changes and group.rank == 0:
+        listed = [change.to_json() for change in changes]
+        inputs.record(HyperparametersDiffer(step=state.position.step, changes=listed, uses_code=uses_code))
+    return True
+
+
+def _load_initial_weights(state: TrainState, group: ProcessGroup, layout: Layout | None) -> None:
+    """Loads the weights that a new run begins with, into the shards of each rank or on rank 0."""
+    assert state.model is not None
+    first, error = state.model.first_weights, None
+    if state.load_initial_weights is not None:
+        first.note_loaded(state.module, state.load_initial_weights(group, layout))
+    try:
+        first.check()
+    except ConfigError as raised:
+        error = without_traceback(raised)
+    agree_on_error(error if layout is not None or group.rank == 0 else None, group)
+
+
+def _move_shards(inputs: GenerationInputs, group: ProcessGroup, strategy: Strategy) -> None:
+    """Moves the shards that the ranks hold of a state."""
+    state, assignment = inputs.state, group.assignment
+    resharding, source, step = assignment.resharding, assignment.source, assignment.first_step
+    assert resharding is not None and source is not None and step is not None
+    if state.finish_step is not None and step == state.position.step:
+        state.drop_doubt()
+    receivers = tuple(rank for rank in assignment.receivers if rank in resharding.keepers)
+    shared = share_plain(state.held or NOTHING, group, inputs.activity.tick, step, source, receivers)
+    if state.finish_step is not None:
+        state.settle_doubt(shared)
+    state.mirror = None  # its rows are in what is held
+    has_room = partial(_has_room_for_mirrors, inputs, group)
+    device = device_of_shards(inputs.job.config, group.device)
+    held = move_shards(state.held or NOTHING, shared, group, device, has_room, inputs.activity.tick)
+    if assignment.only_hands_over:
+        state.held, state.shards = held, held.shards
+        return
+    strategy.shard(state.optimizers, held.tensors(held.shards.held[0]))
+    state.layout = strategy.layout(state.optimizers)
+    state.load_state_dict(held.restored(state.layout))
+    mirrored = held.tensors(held.shards.held[1]) if len(held.shards.held) > 1 else None
+    _mirror_shards(state, group, mirrored, is_wanted=mirrored is not None)
+    state.held = None
+
+
+def _mirror_shards(
+    state: TrainState, group: ProcessGroup, rows: dict[str, torch.Tensor] | None, *, is_wanted: bool
+) -> None:
+    """Mirrors the shards if that is wanted, and records which shards this rank holds. Collective."""
+    offset, held = group.assignment.mirror_offset, (group.rank,)
+    state.mirror = Mirror(state.module, state.optimizers, group, offset, rows) if is_wanted else None
+    state.shards = Shards(group.world_size, held if state.mirror is None else (*held, state.mirror.shard))
+
+
+def _has_room_for_mirrors(inputs: GenerationInputs, group: ProcessGroup, num_bytes: int) -> bool:
+    """Returns whether shards are mirrored, for which this rank needs this much memory. Collective."""
+    if group.world_size == 1 or group.assignment.handover_only or not inputs.job.config.fsdp.mirror:
+        return False
+    shortage = find_shortage(num_bytes, group, device_of_shards(inputs.job.config, group.device))
+    if shortage is not None and group.rank == 0:
+        text = f"The shards have no mirrors: {shortage}. If a worker dies, the run resumes from its newest commit."
+        inputs.record(Warned(text=text))
+    return shortage is None
