@@ -254,20 +254,25 @@ def restart_group_numbers() -> None:
     dist.distributed_c10d._world.group_count = 0
 
 
-def set_collective_timeout(timeout: datetime.timedelta) -> None:
-    """Sets the timeout of collectives of the default process group, which messages ignore.
+def set_collective_timeout(timeout: datetime.timedelta, group: dist.ProcessGroup | None = None) -> None:
+    """Sets the timeout of collectives of a process group, by default of the default one, which messages ignore.
 
     The public `init_process_group` takes one timeout, for forming the group and for its collectives. Torch 2.15 has the
     public `set_timeout`.
     """
     c10d = dist.distributed_c10d
-    (getattr(c10d, "set_timeout", None) or c10d._set_pg_timeout)(timeout)
+    (getattr(c10d, "set_timeout", None) or c10d._set_pg_timeout)(timeout, group)
 
 
 def default_backend(device: torch.device) -> Any:
     """Returns the default process group's backend for a device. The public `ProcessGroup.abort` aborts all backends."""
     assert dist.group.WORLD is not None, "the default process group is formed"
-    return dist.group.WORLD._get_backend(device)
+    return backend_of(dist.group.WORLD, device)
+
+
+def backend_of(group: dist.ProcessGroup, device: torch.device) -> Any:
+    """Returns a process group's backend for a device."""
+    return group._get_backend(device)
 
 
 class CollectiveCounter:

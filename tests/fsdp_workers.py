@@ -250,7 +250,7 @@ def _strike_inside() -> None:
     before(Mirror, "receive_gradients", "mirror")
     before(ProcessGroup, "vote", "vote")
     before(shard_moves, "_move", MOVE)
-    before(state_sharing, "share_plain", HAND_OVER)
+    before(state_sharing, "_move_shards", HAND_OVER)
     before(WorkerMembership, "_compare_tasks", COMPARE_TASKS)
     vote, step = ProcessGroup.vote, torch.optim.SGD.step
 

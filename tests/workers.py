@@ -133,6 +133,7 @@ class Workers:
                 hang_timeout_s=config.hang_timeout_s,
                 num_micro_batches=config.num_micro_batches,
                 even_micro_batches=config.even_micro_batches,
+                shard_size=config.shard_size,
             )
         )
         self._listener = Listener(family="AF_UNIX", backlog=64)

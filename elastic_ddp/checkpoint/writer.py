@@ -100,7 +100,8 @@ class StateWriter:
                 shared.append(block)
         self._bytes_of_rank_0 = sum(block.num_bytes for block in of_rank_0)
         share = share_of(shared, rank=rank, world_size=world_size, load_of_rank_0=self._bytes_of_rank_0)
-        self._share = [*(different + of_rank_0 if rank == 0 else []), *share, *sharded]
+        own = [block for number, block in enumerate(sharded) if _is_written(block, number, tensors, rank, world_size)]
+        self._share = [*(different + of_rank_0 if rank == 0 else []), *share, *own]
         self._replicated = [block for block in shared if block.num_bytes]
 
     @property
@@ -144,6 +145,12 @@ def _flatten_components(state: dict[str, Any]) -> tuple[dict[str, Any], dict[str
             raise CheckpointError(f"{component}.{error}") from error
         tensors |= {f"{component}.{name}": tensor for name, tensor in in_component.items()}
     return skeletons, tensors
+
+
+def _is_written(block: Block, number: int, tensors: Mapping[str, torch.Tensor], rank: int, world_size: int) -> bool:
+    """Returns whether this rank writes a block of a sharded tensor: groups that each hold all shards take turns."""
+    num_shards = tensors[block.tensor].device_mesh.size()  # type: ignore[attr-defined]
+    return number % max(1, world_size // num_shards) == rank // num_shards
 
 
 def _may_differ(name: str) -> bool:

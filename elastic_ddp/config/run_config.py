@@ -158,9 +158,13 @@ class FSDPConfig(Settings):
     shard_classes: Names = ()
     """Class names of the modules to shard and gather one at a time, such as a transformer's block. Parameters outside
     of them are gathered together; without any, the whole model is."""
-    sharding: Literal["full", "grad_op"] = "full"
+    sharding: Literal["full", "grad_op", "hybrid"] = "full"
     """`full` (ZeRO-3) frees a unit's gathered parameters after its forward pass and gathers them again for its backward
-    pass. With `grad_op` (close to ZeRO-2) they stay in between: less communication, more memory, and the same bits."""
+    pass. With `grad_op` (close to ZeRO-2) they stay in between: less communication, more memory, and the same bits.
+    `hybrid` shards as `full` does inside of groups of `shard_size` workers, each of which has the whole model."""
+    shard_size: Annotated[int, Field(ge=2)] | None = None
+    """With `hybrid`, the number of workers that share a model. Workers that fill no group stand by. By default, the
+    number of workers on the node that has the most."""
     cpu_offload: bool = False
     """Keep shards, their gradients and the optimizer's state in the memory of the host, where the optimizer steps them.
     A GPU then holds gathered units and activations."""
@@ -273,6 +277,12 @@ class RunConfig(Settings):
     fsdp: FSDPConfig = Field(default_factory=FSDPConfig)
     """Options of `strategy = "fsdp"`."""
 
+    @property
+    def shard_size(self) -> int | None:
+        """The number of workers that share a model; 0 for those of a node, None for all of the run."""
+        is_hybrid = self.strategy == "fsdp" and self.fsdp.sharding == "hybrid"
+        return self.fsdp.shard_size or 0 if is_hybrid else None
+
     @model_validator(mode="after")
     def _check_strategy(self) -> Self:
         if self.ddp.comm_hook is not None and (self.strategy, self.reduction) != ("ddp", "native"):
@@ -285,6 +295,16 @@ class RunConfig(Settings):
             raise ValueError(
                 f"fsdp.shard_classes={list(self.fsdp.shard_classes)} has no effect with strategy={self.strategy!r}; "
                 'use strategy="fsdp", or remove it'
+            )
+        if self.fsdp.shard_size is not None and self.fsdp.sharding != "hybrid":
+            raise ValueError(
+                f"fsdp.shard_size={self.fsdp.shard_size} has no effect with fsdp.sharding={self.fsdp.sharding!r}; use "
+                '"hybrid", or remove it'
+            )
+        if self.fsdp.shard_size is not None and self.max_workers < 2 * self.fsdp.shard_size:
+            raise ValueError(
+                f"fsdp.shard_size={self.fsdp.shard_size} leaves one group with max_workers={self.max_workers}, so no "
+                f'shard has a replica; use max_workers={2 * self.fsdp.shard_size} or more, or fsdp.sharding="full"'
             )
         return self
 

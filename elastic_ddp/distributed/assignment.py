@@ -24,7 +24,14 @@ class Resharding:
     held: tuple[tuple[int, ...], ...]
     """For each rank, the shards that it holds before: its own first, then the one that it mirrors."""
     keepers: tuple[int, ...]
-    """The ranks that have a shard of their own afterwards, in the order of the shards."""
+    """The ranks that have a shard afterwards: the one with their place here, modulo the number of shards."""
+    num_after: int | None = None
+    """Number of shards afterwards; None for one for each keeper. If there are fewer, several keepers have the same."""
+
+    @property
+    def num_kept(self) -> int:
+        """Number of shards afterwards."""
+        return self.num_after or len(self.keepers)
 
     def source(self, shard: int, rank: int) -> int:
         """Returns the rank from which a rank gets rows of a shard: itself, or else the owner, or else the mirror."""
@@ -57,12 +64,19 @@ class Assignment:
     """The generation has the members of the one before it."""
     in_collective_task: bool = False
     """Some members are in a collective task outside of a step, which others may have finished."""
+    shard_size: int | None = None
+    """How many neighbouring ranks share the state if it is sharded; None for all."""
     num_nodes: int = 1
     """The number of nodes of the generation's workers."""
     largest_node: int = 1
     """The number of workers of the generation on the node that has the most. The ranks of a node are consecutive."""
     reason: str
     """Why the generation was formed, for the ledger."""
+
+    @property
+    def num_shards(self) -> int:
+        """The number of shards of a state that is sharded."""
+        return self.shard_size or self.world_size
 
     @property
     def mirror_offset(self) -> int:

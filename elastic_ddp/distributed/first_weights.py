@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 
 import torch
 
 from elastic_ddp.errors import ConfigError, shorten
 from elastic_ddp.seeding import preserve_rng_state, seed_all
+from elastic_ddp.torch_internals import version
 
 Initialize = Callable[[torch.nn.Module], object]
 """Initializes the tensors that a module has itself, not those of its submodules."""
 _UNSET = 255
-"""The bytes of new tensors. No initialization leaves all of them: floats are NaN then, and integers -1."""
+"""The bytes of new tensors: floats are NaN, integers -1. If they are all left, and torch counted no change, nothing has
+initialized the tensor. Torch does not count changes of `tensor.data`."""
 
 
 class FirstWeights:
@@ -40,23 +42,26 @@ class FirstWeights:
         `modules` has them by name, parents before their submodules, which are initialized before them.
         """
         made: dict[torch.Tensor, torch.Tensor] = {}  # by the tensors that they replace, which tied weights share
+        unset: dict[torch.Tensor, int] = {}  # their versions
         for module in modules.values():
             for key, tensor in _own_tensors(module).items():
                 if tensor not in made and tensor.is_meta:
-                    made[tensor] = _unset_like(tensor, device)
+                    made[tensor] = new = _unset_like(tensor, device)
+                    unset[new] = version(new)
                 elif tensor not in made and self._initialize is not None and tensor.device != device:
                     made[tensor] = _moved(tensor, device)
                 if tensor in made:
                     setattr(module, key, made[tensor])
-        new = set(made.values())
+        if not made and self._initialize is None:
+            return
         with preserve_rng_state(device), torch.no_grad(), torch.device(device):
             for name, module in reversed(list(modules.items())):
-                if (initialize := self._initializer_of(module, new)) is not None:
+                if (initialize := self._initializer_of(module, unset)) is not None:
                     seed_all(self._seed, "init", name)
                     initialize()
-        for name, module in modules.items() if made else ():
+        for name, module in modules.items():
             for key, tensor in _own_tensors(module).items():
-                if tensor in new and _is_unset(tensor):
+                if unset.get(tensor) == version(tensor) and _is_unset(tensor):
                     self.uninitialized.add(f"{name}.{key}" if name else key)
                 elif tensor.device != device:  # the initialization has made it
                     setattr(module, key, _moved(tensor, device))
@@ -68,7 +73,7 @@ class FirstWeights:
         loaded = {tensors[name] for name in names if name in tensors}
         self.uninitialized -= {name for name, tensor in tensors.items() if tensor in loaded}
 
-    def _initializer_of(self, module: torch.nn.Module, new: set[torch.Tensor]) -> Callable[[], object] | None:
+    def _initializer_of(self, module: torch.nn.Module, new: Container[torch.Tensor]) -> Callable[[], object] | None:
         if self._initialize is not None:
             return lambda: self._initialize(module)  # type: ignore[misc]
         if any(tensor in new for tensor in _own_tensors(module).values()):

@@ -93,11 +93,12 @@ class FSDPStrategy(Strategy):
         module = self._model.module
         former = self._take_off(optimizers)
         names = {parameter: name for name, parameter in module.named_parameters()}
-        assert dist.group.WORLD is not None, "the generation's group is formed"
+        sharing = self._group.shard_group or dist.group.WORLD
+        assert sharing is not None, "the generation's group is formed"
         # Meshes of the same ranks compare equal, and torch caches results by mesh. Without a name for each generation,
         # a process whose rank changed would get the coordinates of its old rank.
         dimension_names = (f"generation_{self._group.assignment.generation}",)
-        mesh = DeviceMesh.from_group(dist.group.WORLD, self._group.device.type, mesh_dim_names=dimension_names)
+        mesh = DeviceMesh.from_group(sharing, self._group.device.type, mesh_dim_names=dimension_names)
         self._mesh = mesh
         is_mixed = self._policy is not FP32
         submodules = [submodule for submodule in module.modules() if submodule is not module]
@@ -116,13 +117,13 @@ class FSDPStrategy(Strategy):
         check_shardable(locations)
         if self._group.device.type == "cuda" and not former:
             free, offloads = free_bytes(self._group.device), self._options.cpu_offload
-            check_room(locations, self._group.world_size, free, offloads=offloads)
+            check_room(locations, self._group.assignment.num_shards, free, offloads=offloads)
         modules = modules_by_unit(module, {unit for unit, _ in policies})
         for unit, policy in policies:
             if begins:
                 self._make_first_weights(modules[unit])
             # As torch does by default, parameters outside of all units stay gathered: the backward begins with them.
-            reshard = self._options.sharding == "full" and unit is not module
+            reshard = self._options.sharding != "grad_op" and unit is not module
             sharded_unit = fully_shard(
                 unit, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy, offload_policy=self._offload
             )

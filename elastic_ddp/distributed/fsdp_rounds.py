@@ -1,10 +1,13 @@
 """The collectives of FSDP's units: gathers of parameters, and the reduction of gradients after every micro-batch.
 
 Round k of a step has the micro-batches from k * W to k * W + W - 1, one for each rank. The backward of a round brings a
-unit's W gradients to the ranks that own their rows: each rank sends chunk r of its gradient to rank r, the bytes of a
+unit's W gradients to the ranks that add them up: each rank sends part r of its gradient to rank r, the bytes of a
 reduce-scatter. They are neighbouring leaves of the tree of `reduction_tree`, so they are added at once, as a binary
 counter carries: at most log2(M) + 1 shards of a unit exist between two rounds. The last round leaves the sum in the
 gradients. Its bits do not depend on the world size.
+
+Usually, part r is the shard of rank r. If several groups of ranks each hold all shards, it is a piece of that shard,
+and the last round brings the pieces together: no rank adds up more than its part, and the bits are the same.
 
 FSDP2 takes these objects by `set_custom_all_gather` and `set_custom_reduce_scatter`. Unlike torch's own collectives,
 each wait ends if this rank aborts the process group.
@@ -34,6 +37,15 @@ class Round:
     """Number of the round in the step; -1 before the first."""
     is_zero: bool = False
     """Whether this rank's gradients count as zeros, whatever they are."""
+
+    @property
+    def num_shards(self) -> int:
+        return self.group.assignment.num_shards
+
+    @property
+    def num_groups(self) -> int:
+        """Number of groups of ranks that each hold all shards."""
+        return self.group.world_size // self.num_shards
 
     @property
     def is_last(self) -> bool:
@@ -71,13 +83,14 @@ class Gather(_Collective):
         async_op: bool = False,
     ) -> dist.Work | None:
         if not self.group.shares_device:
-            work = all_gather_single(output_tensor, input_tensor, async_op=True)
+            work = all_gather_single(output_tensor, input_tensor, group=self.group.shard_group, async_op=True)
             if async_op:
                 return work
             self.group.wait(work)
             return None
         gathered = torch.empty_like(output_tensor, device="cpu")
-        self.group.wait(all_gather_single(gathered, input_tensor.cpu(), async_op=True))
+        work = all_gather_single(gathered, input_tensor.cpu(), group=self.group.shard_group, async_op=True)
+        self.group.wait(work)
         output_tensor.copy_(gathered)
         return None
 
@@ -104,9 +117,32 @@ class Reduction(_Collective, ABC):
             return
         if self._round.is_zero:
             input_tensor.zero_()
-        self._exchange(input_tensor)
+        self._exchange(self._by_rank(input_tensor))
         if self._round.is_last:
-            output_tensor.copy_(self._take_sum())
+            output_tensor.copy_(self._joined(self._take_sum(), len(output_tensor)))
+
+    def _by_rank(self, gradient: torch.Tensor) -> torch.Tensor:
+        """Returns a gradient, the shards in order, as parts of equal size in the order of the ranks that add them."""
+        num_shards, num_groups = self._round.num_shards, self._round.num_groups
+        if num_groups == 1:
+            return gradient
+        shards = gradient.view(num_shards, -1)
+        length = -(-shards.shape[1] // num_groups)
+        parts = gradient.new_zeros(num_groups, num_shards, length)
+        for part, piece in zip(parts, shards.split(length, dim=1), strict=False):
+            part[:, : piece.shape[1]] = piece
+        return parts.view(-1)
+
+    def _joined(self, part: torch.Tensor, length: int) -> torch.Tensor:
+        """Returns this rank's shard, with a number of elements, from the parts of it that each group has."""
+        group, num_shards, num_groups = self._round.group, self._round.num_shards, self._round.num_groups
+        if num_groups == 1:
+            return part
+        sizes = [len(part) if rank % num_shards == group.rank % num_shards else 0 for rank in range(group.world_size)]
+        sent = part.to(group.transfer_device).repeat(num_groups)
+        received = torch.empty_like(sent)
+        group.wait(dist.all_to_all_single(received, sent, sizes, sizes, async_op=True))
+        return received[:length].to(part.device)
 
     @abstractmethod
     def clear(self) -> None:

@@ -85,8 +85,10 @@ class ProcessGroup:
     """This process's sockets before NCCL began to connect the ranks; None if it does not connect them now."""
     aborted: bool = False
     """Whether this rank aborted the group, because a peer failed."""
-    _nccl: Any = field(default=None, repr=False)
-    """The backend of CUDA tensors, from the end of `form` until the group is aborted."""
+    shard_group: dist.ProcessGroup | None = field(default=None, repr=False)
+    """The neighbouring ranks that share a sharded state with this one; None if all ranks share it."""
+    _nccl: list[Any] = field(default_factory=list, repr=False)
+    """The backends of CUDA tensors, from the end of `form` until the group is aborted."""
     _count: Callable[[], int] | None = field(default=None, repr=False)
     """Counts the collectives that this rank has begun, from the end of `form` until the group is closed."""
     _waits: MessageWaits = field(default_factory=MessageWaits, repr=False)
@@ -170,11 +172,15 @@ class ProcessGroup:
         )
         self._timeout = datetime.timedelta(seconds=timeout_s)
         torch_internals.set_collective_timeout(self._timeout)
+        if assignment.num_shards < assignment.world_size:
+            self._form_shard_group(datetime.timedelta(seconds=forming_s))
         # The heartbeat may not have noticed yet that a peer failed here.
         store.set_timeout(datetime.timedelta(seconds=forming_s))
         self._sockets = self._find_sockets(prefixed, before)
         if has_nccl:
-            self._nccl = torch_internals.default_backend(self.device)
+            self._nccl = [torch_internals.default_backend(self.device)]
+            if self.shard_group is not None:
+                self._nccl.append(torch_internals.backend_of(self.shard_group, self.device))
         self._count = torch_internals.CollectiveCounter(self.device)
         if self.aborted:
             raise PeerFailedError("a peer failed while the process group formed")
@@ -182,6 +188,13 @@ class ProcessGroup:
         if has_nccl and self.world_size > 1:
             store.set_timeout(self._timeout)  # the first use of NCCL in a process may take longer than connecting
             self._form_communicator()
+
+    def _form_shard_group(self, timeout: datetime.timedelta) -> None:
+        size = self.assignment.num_shards
+        first = self.rank // size * size
+        group = dist.new_group(list(range(first, first + size)), timeout=timeout, use_local_synchronization=True)
+        torch_internals.set_collective_timeout(self._timeout, group)
+        self.shard_group = group
 
     def _form_communicator(self) -> None:
         """Makes NCCL connect the ranks. Torch would do that in the first collective, where nothing ends the wait for a
@@ -192,6 +205,8 @@ class ProcessGroup:
             if self.aborted:  # before `abort` could see these sockets
                 raise PeerFailedError("a peer failed before NCCL connected the ranks")
             dist.all_reduce(torch.zeros(1, device=self.device))
+            if self.shard_group is not None:
+                dist.all_reduce(torch.zeros(1, device=self.device), group=self.shard_group)
         finally:
             self._sockets, self._before_nccl = own, None
         if self.aborted:
@@ -231,7 +246,8 @@ class ProcessGroup:
         # and wait for them with the GIL held, which they need to free tensors.
         gc.collect()
         if dist.is_initialized():
-            lost = [dist.group.WORLD] if not intact else []
+            lost = [dist.group.WORLD, self.shard_group] if not intact else []
+            self.shard_group = None
             dist.destroy_process_group()
             if lost:
                 # The last reference ends gloo's threads and waits for them. One may wait for a message that gloo lost.
@@ -264,8 +280,8 @@ class ProcessGroup:
         while (before := self._before_nccl) is not None and time.monotonic() < end:
             shut_down(tcp_sockets().keys() - before)  # repeated, because NCCL opens its sockets one after the other
             time.sleep(_RETRY_S)
-        backend, self._nccl = self._nccl, None  # abort once, and this group's backend, which may not be the default now
-        if backend is not None:
+        backends, self._nccl = self._nccl, []  # abort once, and this group's, which may not be the default one now
+        for backend in backends:
             backend.abort()
 
     def synchronize(self, number: torch.Tensor | None = None) -> float | None:

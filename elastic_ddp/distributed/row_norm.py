@@ -27,8 +27,8 @@ def row_norm(gradients: Sequence[torch.Tensor], group: ProcessGroup) -> torch.Te
         gradients: DTensors that are sharded along dimension 0, with at least one dimension.
         group: the ranks.
     """
-    device, world_size = local_part(gradients[0]).device, group.world_size
-    chunks = [-(-len(gradient) // world_size) for gradient in gradients]  # rows of each that a rank holds at most
+    device, world_size, num_shards = local_part(gradients[0]).device, group.world_size, group.assignment.num_shards
+    chunks = [-(-len(gradient) // num_shards) for gradient in gradients]  # rows of each that a rank holds at most
     own = torch.zeros(sum(chunks), dtype=torch.float64, device=device)
     targets = own.split(chunks)
     for target, total in zip(targets, _row_sums([local_part(gradient) for gradient in gradients]), strict=True):
@@ -38,7 +38,7 @@ def row_norm(gradients: Sequence[torch.Tensor], group: ProcessGroup) -> torch.Te
         gathered[0] = own
     else:
         group.wait(all_gather_single(gathered.view(-1), own.to(group.transfer_device), async_op=True))
-    by_gradient = gathered.to(device).split(chunks, dim=1)
+    by_gradient = gathered[:num_shards].to(device).split(chunks, dim=1)
     rows = torch.cat([sums.flatten()[: len(gradient)] for sums, gradient in zip(by_gradient, gradients, strict=True)])
     return _add_halves([rows.unsqueeze(0)])[0].sqrt().float().reshape(())
 

@@ -68,11 +68,11 @@ def move_rows(
         offset: how many ranks after the owner of a shard the rank comes that mirrors it; None for no mirrors.
         tick: called after each batch.
     """
-    keepers = resharding.keepers
-    own: list[int | None] = [keepers.index(rank) if rank in keepers else None for rank in range(group.world_size)]
+    keepers, num = resharding.keepers, resharding.num_kept
+    own: list[int | None] = [keepers.index(rank) % num if rank in keepers else None for rank in range(group.world_size)]
     wanted = [own]
     if offset is not None:
-        wanted.append([None if shard is None else (shard - offset) % len(keepers) for shard in own])
+        wanted.append([None if shard is None else (shard - offset) % num for shard in own])
     kept: dict[int, dict[str, torch.Tensor]] = {}
     for batch in _batches(specs):
         for shards in wanted:
@@ -124,7 +124,7 @@ def _overlaps(spec: Spec, resharding: Resharding, new_shard: int | None) -> Iter
     """Yields the rows of a shard as it is afterwards, in order, each with the number of the shard that has them now."""
     if new_shard is None:
         return
-    wanted = rows_of(spec.shape[0], new_shard, len(resharding.keepers))
+    wanted = rows_of(spec.shape[0], new_shard, resharding.num_kept)
     for shard in range(resharding.num):
         rows = rows_of(spec.shape[0], shard, resharding.num)
         if both := range(max(rows.start, wanted.start), min(rows.stop, wanted.stop)):

@@ -337,6 +337,7 @@ class ElasticTrainer:
                 hang_timeout_s=self.config.hang_timeout_s,
                 num_micro_batches=self.config.num_micro_batches,
                 even_micro_batches=self.config.even_micro_batches,
+                shard_size=self.config.shard_size,
                 max_failed_saves=self.config.checkpoint.max_failed_saves,
                 snapshot_folder=snapshot_folder,
                 last_commit=resume_from.step if resume_from is not None else None,

@@ -36,8 +36,14 @@ class Coordinator:
         self._snapshot = Snapshot(options.snapshot_folder)
         state = self._snapshot.load()
         self.is_restarted = state is not None
-        least, most, evenly = options.min_workers, options.max_workers, options.evenly_divided
-        self.state = state or State(Membership(min_workers=least, max_workers=most, evenly_divided=evenly))
+        self.state = state or State(
+            Membership(
+                min_workers=options.min_workers,
+                max_workers=options.max_workers,
+                evenly_divided=options.evenly_divided,
+                shard_size=options.shard_size,
+            )
+        )
         self.membership = self.state.membership
         self.event_log = EventLog(self._snapshot)
         self.hangs = HangDetector(options.hang_timeout_s)
@@ -191,7 +197,7 @@ class Coordinator:
         if self._account:
             self.record(events.GenerationAccount(generation=formed.number - 1, account=self._account))
             self._account = {}
-        standing_by = len(self.membership.known()) - len(formed.members) if self.membership.evenly_divided else 0
+        standing_by = len(self.membership.known()) - len(formed.members) if self.membership.may_stand_by else 0
         self.record(replace(formed.event(), standing_by=standing_by, recovered_s=recovered_s))
         self.notify_members = True
 

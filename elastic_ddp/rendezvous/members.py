@@ -105,6 +105,8 @@ class FormedGeneration:
     """It makes no step: leaving members transfer the state, or commit it, and all request another generation."""
     resharding: Resharding | None = None
     """How shards change hands; None if there are none."""
+    shard_size: int | None = None
+    """How many neighbouring ranks share a sharded state; None for all."""
     same_members: bool = False
     """Whether it has the members of the previous generation."""
     in_collective_task: bool = False
@@ -131,6 +133,7 @@ class FormedGeneration:
             first_step=self.first_step,
             handover_only=self.handover_only,
             resharding=self.resharding,
+            shard_size=self.shard_size,
             same_members=self.same_members,
             in_collective_task=self.in_collective_task,
             num_nodes=len({member.node_id for member in self.members}),
@@ -219,33 +222,70 @@ def select_with_newest(requests: list[JoinRequest], most: int) -> list[JoinReque
     return [*chosen[:-1], next(request for request in requests if request.step == newest)]
 
 
+def replicas_last(requests: list[JoinRequest]) -> list[JoinRequest]:
+    """Returns requests with those last whose shards of the newest state others hold, too; otherwise in their order."""
+    newest, held, needed = newest_step(requests), set[int](), list[JoinRequest]()
+    for request in requests:
+        own = set() if request.shards is None else {*held_of(request, newest, request.shards.num)}
+        if own - held:
+            needed.append(request)
+            held |= own
+    return [*needed, *(request for request in requests if request not in needed)]
+
+
 def has_shards(requests: list[JoinRequest]) -> bool:
     """Whether the newest state among the requests is in shards."""
     newest = newest_step(requests)
     return newest is not None and any(request.step == newest and request.shards is not None for request in requests)
 
 
-def resharding(requests: list[JoinRequest], keepers: Collection[str]) -> Resharding | None:
+def resharding(
+    requests: list[JoinRequest], keepers: Collection[str], shard_size: int | None = None
+) -> Resharding | None:
     """Returns how the shards of the newest state change hands; None if it is not in shards.
 
     Args:
         requests: of the members of the generation, in rank order.
         keepers: ids of the members that hold one shard each afterwards.
+        shard_size: how many workers share a state; see `RendezvousOptions.shard_size`.
     """
     newest = newest_step(requests)
     num = next((each.shards.num for each in requests if each.step == newest and each.shards is not None), None)
     if newest is None or num is None:
         return None
     kept = tuple(rank for rank, request in enumerate(requests) if request.member.id in keepers)
-    return Resharding(num, tuple(held_of(request, newest, num) for request in requests), kept)
+    num_after = shared_by([requests[rank] for rank in kept], shard_size)
+    return Resharding(num, tuple(held_of(request, newest, num) for request in requests), kept, num_after)
 
 
-def evenly(num_workers: int, num_micro_batches: int | None) -> int:
-    """Returns the largest number of workers, up to `num_workers`, that divides the micro-batches of a step; without
-    micro-batches, `num_workers`."""
-    if num_micro_batches is None:
-        return num_workers
-    return max((size for size in range(1, num_workers + 1) if num_micro_batches % size == 0), default=0)
+def largest_size(
+    requests: list[JoinRequest], most: int, *, micro_batches: int | None = None, shard_size: int | None = None
+) -> int:
+    """Returns how many of these requests, senior ones first, can form a generation, at most `most`.
+
+    Args:
+        requests: the candidates.
+        most: the largest size.
+        micro_batches: the number of micro-batches that the size must divide; None for any size.
+        shard_size: see `RendezvousOptions.shard_size`.
+    """
+    for size in range(min(most, len(requests)), 0, -1):
+        is_even = micro_batches is None or micro_batches % size == 0
+        if is_even and (shard_size is None or size % _group_size(requests[:size], shard_size) == 0):
+            return size
+    return 0
+
+
+def shared_by(requests: list[JoinRequest], shard_size: int | None) -> int | None:
+    """Returns how many of these members share a sharded state; None for all, also if each node has a single one."""
+    if shard_size is None or not requests:
+        return None
+    size = _group_size(requests, shard_size)
+    return size if 1 < size < len(requests) and len(requests) % size == 0 else None
+
+
+def _group_size(requests: list[JoinRequest], shard_size: int) -> int:
+    return shard_size or max(Counter(request.member.node_id for request in requests).values())
 
 
 def by_node(requests: list[JoinRequest]) -> list[JoinRequest]:

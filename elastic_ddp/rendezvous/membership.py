@@ -15,16 +15,18 @@ from elastic_ddp.rendezvous.members import (
     Member,
     by_node,
     by_seniority,
-    evenly,
     has_group_joined,
     has_shards,
     holds,
     is_committed,
     keeps_state,
+    largest_size,
     newest_step,
     reason_for,
+    replicas_last,
     resharding,
     select_with_newest,
+    shared_by,
 )
 
 LEFT = "it left"
@@ -51,6 +53,8 @@ class Membership:
     """Bounds of a generation's size."""
     evenly_divided: int | None = None
     """Number of micro-batches that a generation's size must divide; None for any size."""
+    shard_size: int | None = None
+    """A generation's size is a multiple of it: see `RendezvousOptions.shard_size`."""
     wanted: int | None = None
     """Number of workers that a resize asked for; None for as many as fit."""
     generation: int = 0
@@ -296,7 +300,7 @@ class Membership:
         formed = self._begin(chosen, now_s, handover_only=handover_only)
         room = self.limit - len(self._staying(chosen))
         for member in left_out:
-            stands_by = self.evenly_divided is not None and room > 0
+            stands_by = self.may_stand_by and room > 0
             room -= stands_by or member not in survivors
             is_surplus = member in survivors and not handover_only and not stands_by
             if member in self._leaving or is_surplus or (self.wanted is not None and room < 0):
@@ -349,7 +353,9 @@ class Membership:
         notices = [self._leaving[request.member.id] for request in requests if request.member.id in self._leaving]
         if len(staying) < least and notices and not any(notice.is_urgent(now_s) for notice in notices):
             staying = requests  # leaving members are needed, and have the time
-        most = evenly(min(self.limit, len(staying)), self.evenly_divided)
+        most = self._most_of(staying)
+        if has_shards(requests) and not keeps_state(staying[:most], requests):
+            staying = replicas_last(staying)
         if has_shards(requests) and not keeps_state(staying[:most], requests):
             # All members that hold a shard hand over the rows that others keep.
             newest = newest_step(requests)
@@ -382,7 +388,8 @@ class Membership:
             first_step=newest,
             reason=reason_for(self.current, self.failure, ids, handover_only=handover_only),
             handover_only=handover_only,
-            resharding=resharding(chosen, self._keepers(chosen, handover_only=handover_only)),
+            resharding=resharding(chosen, self._keepers(chosen, handover_only=handover_only), self.shard_size),
+            shard_size=shared_by(chosen, self.shard_size),
             same_members=self.current is not None and self.current.ids == ids,
             in_collective_task=not handover_only and any(not request.between_steps for request in chosen),
             waited_s=0.0 if self._too_few_since is None else now_s - self._too_few_since,
@@ -397,11 +404,21 @@ class Membership:
         """Returns the members that have shards in a generation, or after a `handover_only` one. If no member stays, all
         have, to commit them."""
         staying = by_seniority(self._staying(chosen), [member.id for member in self._alive()])
-        most = evenly(min(self.limit, len(staying)), self.evenly_divided)
+        most = self._most_of(staying)
         if handover_only and most < self._fewest:
             most = 0  # they have no memory for it: all commit
         keeping = (staying[:most] or chosen) if handover_only else chosen
         return {request.member.id for request in keeping}
+
+    @property
+    def may_stand_by(self) -> bool:
+        """Whether workers may have to wait because a generation cannot have every size."""
+        return self.evenly_divided is not None or self.shard_size is not None
+
+    def _most_of(self, staying: list[JoinRequest]) -> int:
+        """Returns how many of the members that stay can form a generation, senior ones first."""
+        options = {"micro_batches": self.evenly_divided, "shard_size": self.shard_size}
+        return largest_size(staying, self.limit, **options)
 
     def _alive(self) -> list[Member]:
         """Members of the current generation that have not failed or left, in rank order."""

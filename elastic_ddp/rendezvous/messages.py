@@ -101,6 +101,8 @@ class RendezvousOptions:
     """Number of micro-batches in a step."""
     even_micro_batches: bool = False
     """Whether each worker must have the same number of them."""
+    shard_size: int | None = None
+    """A generation's size is a multiple of it; 0 for the number of workers on the node with the most, None for any."""
     max_failed_saves: int = 3
     """Number of consecutive saves that may fail, on any rank."""
     snapshot_folder: str | None = None

@@ -139,7 +139,7 @@ def move_shards(
     """
     resharding, specs = group.assignment.resharding, shared.specs
     assert resharding is not None
-    num = len(resharding.keepers)
+    num = resharding.num_kept
     own = sum(tensor.nbytes for rows in held.rows.values() for tensor in rows.values())
     offset = group.assignment.mirror_offset if has_room(2 * _with_gradient(specs) // num - own) else None
     rows = move_rows(specs, held.rows, resharding, group, device, offset, tick)

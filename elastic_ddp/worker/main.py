@@ -48,6 +48,13 @@ _NO_GROUP_YET = (
     "run.world_size for logging, and run collectives only inside `with step`."
 )
 
+_MIXED = "got mixed torch.Tensor and DTensor"
+"""What torch says if an operation gets a shard and a plain tensor."""
+_USE_IN_UNIT = (
+    "The line above uses a sharded parameter outside of the forward of its FSDP unit, which gathers it. Call the "
+    "module that has the parameter. Or leave its class out of run.prepare(model, shard=...) and fsdp.shard_classes: "
+    "then it is gathered while the whole model runs."
+)
 _NONDETERMINISTIC = "does not have a deterministic implementation"
 """Part of torch's error for an operation that can return other bits each time."""
 _USE_ANOTHER_OPERATION = (
@@ -219,6 +226,8 @@ def _advice(error: BaseException, loop: Loop) -> str:
         return _USE_ANOTHER_OPERATION
     if isinstance(error, AttributeError) and error.name in _OF_DDP and loop.state.is_model(error.obj):
         return f"run.prepare returned your own model, without a wrapper. {_OF_DDP[error.name]}"
+    if _MIXED in text_of(error):
+        return _USE_IN_UNIT
     return next((advice for text, advice in _OF_THREAD.items() if text in text_of(error)), "")
 
 

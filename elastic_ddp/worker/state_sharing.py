@@ -69,7 +69,7 @@ def _shard_whole_state(inputs: GenerationInputs, group: ProcessGroup, strategy: 
         layout = shard(begins=True)
         _load_initial_weights(state, group, layout)
         # The rest is that of rank 0, however each rank began.
-        held = HeldShards.of(0, state.state_dict(), Shards(group.world_size, (group.rank,)), layout)
+        held = HeldShards.of(0, state.state_dict(), _own_shard(group), layout)
         shared = share_plain(held, group, inputs.activity.tick, 0, 0, range(1, group.world_size))
         if group.rank:
             state.load_state_dict(replace(held, skeleton=shared.skeleton, plain=shared.plain).restored(layout))
@@ -131,14 +131,22 @@ def _mirror_shards(
     state: TrainState, group: ProcessGroup, rows: dict[str, torch.Tensor] | None, *, is_wanted: bool
 ) -> None:
     """Mirrors the shards if that is wanted, and records which shards this rank holds. Collective."""
-    offset, held = group.assignment.mirror_offset, (group.rank,)
+    offset, own = group.assignment.mirror_offset, _own_shard(group)
     state.mirror = Mirror(state.module, state.optimizers, group, offset, rows) if is_wanted else None
-    state.shards = Shards(group.world_size, held if state.mirror is None else (*held, state.mirror.shard))
+    state.shards = own if state.mirror is None else Shards(own.num, (*own.held, state.mirror.shard))
+
+
+def _own_shard(group: ProcessGroup) -> Shards:
+    num = group.assignment.num_shards
+    return Shards(num, (group.rank % num,))
 
 
 def _has_room_for_mirrors(inputs: GenerationInputs, group: ProcessGroup, num_bytes: int) -> bool:
     """Returns whether shards are mirrored, for which this rank needs this much memory. Collective."""
-    if group.world_size == 1 or group.assignment.handover_only or not inputs.job.config.fsdp.mirror:
+    place = group.assignment
+    if place.num_shards < place.world_size:  # every shard has replicas
+        return False
+    if place.world_size == 1 or place.handover_only or not inputs.job.config.fsdp.mirror:
         return False
     shortage = find_shortage(num_bytes, group, device_of_shards(inputs.job.config, group.device))
     if shortage is not None and group.rank == 0:

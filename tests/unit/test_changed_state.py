@@ -129,7 +129,7 @@ def test_a_wrong_rule_for_buffers_is_refused_before_the_first_step(new_run: NewR
 def test_rules_for_buffers_of_no_model_are_refused(new_run: NewRun) -> None:
     run = new_run()
     optimizer = torch.optim.SGD(run.prepare(nn.Linear(3, 1)).parameters())
-    with pytest.raises(ConfigError, match="got a SGD with shard or buffers"):
+    with pytest.raises(ConfigError, match="got a SGD with shard, buffers or param_init_fn"):
         run.prepare(optimizer, buffers={"queue": "sum"})
 
 

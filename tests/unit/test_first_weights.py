@@ -45,6 +45,7 @@ def by_name(module: torch.nn.Module) -> None:
     if isinstance(module, Scaled):
         module.scale.fill_(2.0)
         module.table = torch.arange(WIDTH, dtype=torch.float32)
+        module.newest.fill_(-1)
 
 
 class Scaled(torch.nn.Module):
@@ -55,6 +56,8 @@ class Scaled(torch.nn.Module):
         self.scale = torch.nn.Parameter(torch.ones(WIDTH))
         self.table: torch.Tensor
         self.register_buffer("table", torch.zeros(WIDTH), persistent=False)
+        self.newest: torch.Tensor
+        self.register_buffer("newest", torch.zeros((), dtype=torch.int64))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x * self.scale + self.table
@@ -233,7 +236,9 @@ def test_what_nothing_initializes_is_refused_by_name(tmp_path: Path, strategy: s
     with workers(Plan(tmp_path, settings, make_model=ODD_META)) as run:
         run.start(2)
         error = run.finish(LIMIT_S, status="failed")["error"]
-    assert re.search(r"nothing has initialized middle\.scale, middle\.table\. .*param_init_fn", error), error
+    assert re.search(
+        r"nothing has initialized middle\.newest, middle\.scale, middle\.table\. .*param_init_fn", error
+    ), error
 
 
 def test_weights_of_a_file_must_cover_what_nothing_initializes(tmp_path: Path) -> None:
@@ -246,6 +251,19 @@ def test_weights_of_a_file_must_cover_what_nothing_initializes(tmp_path: Path) -
         run.start(2)
         error = run.finish(LIMIT_S, status="failed")["error"]
     assert "nothing has initialized middle.table. " in error, error
+
+
+class Reaching(Model):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + self.blocks[1].inner.weight.sum(0)  # type: ignore[union-attr, operator]
+
+
+def test_a_parameter_that_is_used_outside_of_its_unit_is_an_error_with_advice(tmp_path: Path) -> None:
+    with workers(Plan(tmp_path, {}, make_model=Reaching)) as run:
+        run.start(2)
+        error = run.finish(LIMIT_S, status="failed")["error"]
+    assert "self.blocks[1].inner.weight.sum(0)" in error
+    assert "uses a sharded parameter outside of the forward of its FSDP unit" in error, error
 
 
 @pytest.mark.parametrize(

@@ -219,6 +219,6 @@ def test_every_transferred_piece_counts_as_progress(new_run: NewRun, monkeypatch
             seen.append(activity.now)
             tick()
 
-    monkeypatch.setattr("elastic_ddp.worker.generation.transfer_state", transfer_state)
+    monkeypatch.setattr("elastic_ddp.worker.state_sharing.transfer_state", transfer_state)
     train(run)
     assert len(set(seen)) == 3 and {snapshot.place for snapshot in seen} == {"hand-over"}
