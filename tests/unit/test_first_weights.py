@@ -22,7 +22,7 @@ from elastic_ddp.errors import ConfigError
 from elastic_ddp.rendezvous.hang import Activity
 from elastic_ddp.worker import weight_files
 from elastic_ddp.worker.pretrained import PretrainedWeights
-from tests.fsdp_workers import LIMIT_S, Fault, Plan, hashes, workers
+from tests.fsdp_workers import LIMIT_S, WIDTH, Block, Fault, Plan, hashes, workers
 from tests.ranks import run_ranks
 from tests.unit.single_worker import CPU
 from tests.unit.test_fsdp import config_of
@@ -30,8 +30,6 @@ from tests.unit.test_fsdp import config_of
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
 from fsdp_parts.live_bytes import LiveBytes
-
-WIDTH = 7
 
 
 def by_name(module: torch.nn.Module) -> None:
@@ -61,15 +59,6 @@ class Scaled(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x * self.scale + self.table
-
-
-class Block(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner, self.dropout = torch.nn.Linear(WIDTH, WIDTH), torch.nn.Dropout(0.2)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.dropout(self.inner(x).tanh())
 
 
 class Model(torch.nn.Module):

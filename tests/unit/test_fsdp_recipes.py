@@ -102,6 +102,7 @@ class Adapted(torch.nn.Sequential):
         super().__init__(torch.nn.Linear(3, WIDTH), *(LoRA() for _ in range(3)))
 
 
+@pytest.mark.chaos
 def test_lora_trains_on_a_sharded_frozen_base(tmp_path: Path) -> None:
     torch.manual_seed(3)
     base = {name.replace(".base.", "."): value for name, value in Adapted().state_dict().items() if ".up" not in name}

@@ -328,7 +328,7 @@ def test_the_nccl_backend_is_aborted_once() -> None:
 
     assignment = Assignment(generation=1, rank=0, world_size=2, store_host="", store_port=0, reason="start")
     backend = Backend()
-    group = ProcessGroup(assignment, torch.device("cuda"), StoreConnection(), _nccl=backend)
+    group = ProcessGroup(assignment, torch.device("cuda"), StoreConnection(), _nccl=[backend])
     group.abort()
     group.abort()
     assert backend.aborted == 1
