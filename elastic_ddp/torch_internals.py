@@ -13,6 +13,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from functools import cache, partial, wraps
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -26,6 +27,7 @@ from torch.utils import _pytree
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor
 
 EXTRA_STATE = "_extra_state"
 """The last part of the `state_dict` key that holds what `Module.get_extra_state` returns. Torch does not export it."""
@@ -331,6 +333,17 @@ def _excluding(function: Callable[..., Any]) -> Callable[..., Any]:
             return function(group, *arguments, **named)
 
     return call
+
+
+def dtensor_in_place(local: torch.Tensor, like: DTensor) -> DTensor:
+    """Returns a DTensor laid out like another one, whose part on this rank is `local`, on whatever device it is.
+
+    FSDP2 keeps shards on the host in this way. The public `DTensor.from_local` moves them to the mesh's device.
+    """
+    from torch.distributed.tensor._dtensor_spec import TensorMeta
+
+    meta = TensorMeta(like.shape, like.stride(), local.dtype)
+    return type(like)(local, replace(like._spec, tensor_meta=meta), requires_grad=False)
 
 
 def release_groups(mesh: DeviceMesh, module: torch.nn.Module) -> None:

@@ -1,8 +1,9 @@
 """Trains a Hugging Face model that no worker ever holds as a whole: `python examples/fsdp.py`.
 
 The model is built from its configuration on the meta device, and each worker makes its shard of it, unit by unit. With
-`--weights FOLDER` it begins with the weights that `save_pretrained` or `huggingface-cli download` have put into that
-folder. Needs `pip install "elastic_ddp[examples]"`, and downloads nothing: the model is small, and learns bytes.
+`--weights FOLDER` it begins with the weights of a model of the same configuration that `save_pretrained` has written.
+The same `--name` resumes a run, so give each one of its own to compare options. Needs `pip install ".[examples]"`, and
+downloads nothing: the model is small, and learns bytes.
 """
 
 import argparse
@@ -59,8 +60,9 @@ def main() -> None:
         clip_grad_norm=1.0,
     )
     result = ed.ElasticTrainer(train, data=data, config=config).fit()
-    loss = result.metrics["validation_loss"]
-    print(f"{result.steps} steps; held-out loss {loss:.3f}; weights {result.weights_sha256}")
+    if result.status == "finished":
+        loss = result.metrics["validation_loss"]
+        print(f"{result.steps} steps; held-out loss {loss:.3f}; weights {result.weights_sha256}")
 
 
 def loss_of(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:

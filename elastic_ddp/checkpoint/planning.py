@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeGuard
 
 import torch
 
-from elastic_ddp.tensors.dtensor import is_dtensor
+from elastic_ddp.tensors.dtensor import is_dtensor, shard_of
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
@@ -127,13 +127,7 @@ def shard_shapes(tensor: DTensor) -> list[torch.Size]:
 
 def laid_out(local: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """Returns a tensor with the placements of `like`, of which `local` is this rank's part."""
-    if not is_dtensor(like):
-        return local
-    from torch.distributed.tensor import DTensor
-
-    return DTensor.from_local(
-        local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
-    )
+    return shard_of(local, like) if is_dtensor(like) else local
 
 
 def blocks_of(shape: torch.Size, element_bytes: int, block_bytes: int) -> Iterator[tuple[torch.Size, torch.Size]]:

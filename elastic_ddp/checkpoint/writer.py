@@ -193,5 +193,5 @@ def _kinds_of(tensors: Mapping[str, torch.Tensor]) -> tuple[list[Any], list[Any]
         [*tensors],
         [tensor.dtype for tensor in tensors.values()],
         [tensor.shape for tensor in tensors.values()],
-        [tensor.placements for tensor in tensors.values() if is_dtensor(tensor)],
+        [(tensor.placements, tensor.device_mesh.size()) for tensor in tensors.values() if is_dtensor(tensor)],
     )

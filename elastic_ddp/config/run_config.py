@@ -164,7 +164,7 @@ class FSDPConfig(Settings):
     `hybrid` shards as `full` does inside of groups of `shard_size` workers, each of which has the whole model."""
     shard_size: Annotated[int, Field(ge=2)] | None = None
     """With `hybrid`, the number of workers that share a model. Workers that fill no group stand by. By default, the
-    number of workers on the node that has the most."""
+    number of workers on the node that has the most. With one group, the run shards as `full` does, with mirrors."""
     cpu_offload: bool = False
     """Keep shards, their gradients and the optimizer's state in the memory of the host, where the optimizer steps them.
     A GPU then holds gathered units and activations."""
@@ -295,6 +295,16 @@ class RunConfig(Settings):
             raise ValueError(
                 f"fsdp.shard_classes={list(self.fsdp.shard_classes)} has no effect with strategy={self.strategy!r}; "
                 'use strategy="fsdp", or remove it'
+            )
+        if self.strategy != "fsdp" and (self.fsdp.sharding == "hybrid" or self.fsdp.cpu_offload):
+            setting = "cpu_offload=true" if self.fsdp.cpu_offload else 'sharding="hybrid"'
+            raise ValueError(
+                f'fsdp.{setting} has no effect with strategy={self.strategy!r}; use strategy="fsdp", or remove it'
+            )
+        if self.fsdp.sharding == "hybrid" and self.max_workers < 2:
+            raise ValueError(
+                f'fsdp.sharding="hybrid" needs several groups of workers, and max_workers={self.max_workers} allows '
+                'one; raise max_workers, or use "full"'
             )
         if self.fsdp.shard_size is not None and self.fsdp.sharding != "hybrid":
             raise ValueError(

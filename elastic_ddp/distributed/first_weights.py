@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Mapping
+from functools import partial
 
 import torch
 
 from elastic_ddp.errors import ConfigError, shorten
 from elastic_ddp.seeding import preserve_rng_state, seed_all
+from elastic_ddp.tensors.dtensor import is_dtensor
 from elastic_ddp.torch_internals import version
 
 Initialize = Callable[[torch.nn.Module], object]
@@ -22,19 +24,14 @@ class FirstWeights:
 
     Args:
         seed: of the run.
-        initialize: called with each module, also of a model that was built with weights; None for
-            `module.reset_parameters()` of the modules that are on the meta device.
+        initialize: called with each module that has tensors on the meta device, itself or in submodules; None for
+            `module.reset_parameters()` of those that have some themselves.
     """
 
     def __init__(self, seed: int, initialize: Initialize | None = None) -> None:
         self._seed, self._initialize = seed, initialize
         self.uninitialized: set[str] = set()
         """The names of tensors that were made and have no value yet."""
-
-    @property
-    def replaces_weights(self) -> bool:
-        """Whether a model that was built with weights gets others, too."""
-        return self._initialize is not None
 
     def make(self, modules: Mapping[str, torch.nn.Module], device: torch.device) -> None:
         """Replaces the tensors that modules have on the meta device, and initializes the modules.
@@ -43,28 +40,30 @@ class FirstWeights:
         """
         made: dict[torch.Tensor, torch.Tensor] = {}  # by the tensors that they replace, which tied weights share
         unset: dict[torch.Tensor, int] = {}  # their versions
-        for module in modules.values():
+        places: list[tuple[str, torch.nn.Module, str]] = []
+        for name, module in modules.items():
             for key, tensor in _own_tensors(module).items():
                 if tensor not in made and tensor.is_meta:
                     made[tensor] = new = _unset_like(tensor, device)
                     unset[new] = version(new)
-                elif tensor not in made and self._initialize is not None and tensor.device != device:
-                    made[tensor] = _moved(tensor, device)
                 if tensor in made:
                     setattr(module, key, made[tensor])
-        if not made and self._initialize is None:
+                    places.append((name, module, key))
+        if not made:
             return
         with preserve_rng_state(device), torch.no_grad(), torch.device(device):
             for name, module in reversed(list(modules.items())):
                 if (initialize := self._initializer_of(module, unset)) is not None:
                     seed_all(self._seed, "init", name)
+                    before = _sharded_versions(module)
                     initialize()
-        for name, module in modules.items():
-            for key, tensor in _own_tensors(module).items():
-                if unset.get(tensor) == version(tensor) and _is_unset(tensor):
-                    self.uninitialized.add(f"{name}.{key}" if name else key)
-                elif tensor.device != device:  # the initialization has made it
-                    setattr(module, key, _moved(tensor, device))
+                    _check_unchanged(name, before, _sharded_versions(module))
+        for name, module, key in places:
+            tensor = getattr(module, key)
+            if unset.get(tensor) == version(tensor) and _is_unset(tensor):
+                self.uninitialized.add(f"{name}.{key}" if name else key)
+            elif tensor.device != device:  # the initialization has made it
+                setattr(module, key, _moved(tensor, device))
 
     def note_loaded(self, module: torch.nn.Module, names: Iterable[str]) -> None:
         """Notes that tensors of the model with these names have values, also under other names."""
@@ -74,20 +73,33 @@ class FirstWeights:
         self.uninitialized -= {name for name, tensor in tensors.items() if tensor in loaded}
 
     def _initializer_of(self, module: torch.nn.Module, new: Container[torch.Tensor]) -> Callable[[], object] | None:
-        if self._initialize is not None:
-            return lambda: self._initialize(module)  # type: ignore[misc]
-        if any(tensor in new for tensor in _own_tensors(module).values()):
-            return getattr(module, "reset_parameters", None)
-        return None
+        if self._initialize is None:
+            has_new = any(tensor in new for tensor in _own_tensors(module).values())
+            return getattr(module, "reset_parameters", None) if has_new else None
+        has_new = any(tensor in new for each in module.modules() for tensor in _own_tensors(each).values())
+        return partial(self._initialize, module) if has_new else None
 
     def check(self) -> None:
         """Raises a ConfigError if a tensor has no value, after weights were loaded."""
         if self.uninitialized:
             raise ConfigError(
                 "the model was built on the meta device, and nothing has initialized "
-                f"{shorten(sorted(self.uninitialized), 5)}. Give its module a reset_parameters() that does it in "
-                "place; or use run.prepare(model, param_init_fn=f), where f(module) does it for each module."
+                f"{shorten(sorted(self.uninitialized), 5)}. Let param_init_fn of run.prepare do it in place: it "
+                "replaces reset_parameters() of all modules. Or, without it, give their modules a reset_parameters()."
             )
+
+
+def _sharded_versions(module: torch.nn.Module) -> dict[str, int]:
+    """Returns the versions of the parameters in a module that are sharded already, as inner units are."""
+    return {name: version(each) for name, each in module.named_parameters() if is_dtensor(each)}
+
+
+def _check_unchanged(name: str, before: Mapping[str, int], after: Mapping[str, int]) -> None:
+    if changed := [each for each in before if after[each] != before[each]]:
+        raise ConfigError(
+            f"the initialization of {name or 'the model itself'} changed {shorten(changed, 5)} in its submodules, "
+            "which are sharded already. Let it initialize what the module has itself: parameters(recurse=False)."
+        )
 
 
 def _own_tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:

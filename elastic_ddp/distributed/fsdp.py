@@ -152,14 +152,12 @@ class FSDPStrategy(Strategy):
         On the meta device a rank makes and initializes all of them, and keeps its shard: their bits are equal on all.
         """
         first = self._model.first_weights
-        built = {} if first.replaces_weights else _parameters_of(modules)
+        built = [name for name, parameter in _parameters_of(modules).items() if not parameter.is_meta]
         first.make(modules, self._group.device)
-        built = {name: parameter for name, parameter in built.items() if not parameter.is_meta}
-        if first.replaces_weights:
-            return
+        parameters = _parameters_of(modules)
         receivers = range(1, self._group.world_size)
-        received = transfer_tensors(built, self._group, source=0, receivers=receivers) or {}
-        parameters = _parameters_of(modules) if received else {}
+        to_send = {name: parameters[name] for name in built}
+        received = transfer_tensors(to_send, self._group, source=0, receivers=receivers) or {}
         with torch.no_grad():
             for name, value in received.items():
                 parameters[name].copy_(value)
@@ -392,5 +390,10 @@ def _shard_like(value: Any, parameter: torch.nn.Parameter) -> Any:
     """Returns a tensor of a parameter's shape sharded like the parameter; any other value unchanged."""
     if not isinstance(value, torch.Tensor) or not isinstance(parameter, DTensor) or value.shape != parameter.shape:
         return value
+    if value.is_meta:
+        raise ConfigError(
+            "an optimizer creates its state with its parameters, which are on the meta device and have no values. Use "
+            "one that creates it in its first step, such as AdamW; or build the model on the CPU."
+        )
     # src_data_rank=None: all ranks hold the same value, so torch sends nothing.
     return distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)

@@ -91,12 +91,18 @@ def unit_predicate(
             f"{', '.join(available)}."
         )
 
+    if shard is not None and not isinstance(shard, type | tuple) and not callable(shard):
+        raise ConfigError(
+            f"run.prepare got shard={shard!r}. Give a class, a tuple of classes, or a function from a module to a "
+            "bool; names of classes belong into fsdp.shard_classes."
+        )
+
     def is_selected(submodule: torch.nn.Module) -> bool:
         if shard is None:
             return False
         return isinstance(submodule, shard) if isinstance(shard, type | tuple) else bool(shard(submodule))
 
-    if shard is not None and not class_names and not any(map(is_selected, submodules)):
+    if shard is not None and not any(map(is_selected, submodules)):
         raise ConfigError(
             f"run.prepare got shard={shard!r}, but no submodule matches. Choose from {', '.join(available)}."
         )

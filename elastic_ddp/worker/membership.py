@@ -274,7 +274,10 @@ class WorkerMembership:
         self._feeds.wait()
         batch = self._feeds.peek()
         # With FSDP all ranks restart together, and the model may be too large for one rank.
-        is_useful = strategy_of(self._job.config).replicates_state and not self._has_restarted
+        # It needs weights, which a model on the meta device may first get from a file or from a peer.
+        model = self._state.model
+        has_weights = model is not None and not model.first_weights.uninitialized
+        is_useful = strategy_of(self._job.config).replicates_state and not self._has_restarted and has_weights
         if planned is None or batch is None or not batch.num_rows or not is_useful:
             return None
         self.activity.enter("warm-up")

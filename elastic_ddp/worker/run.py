@@ -91,8 +91,9 @@ class Run:
                 `{"*.usage": "sum"}`. `"mean"` averages the changes over the rows of the global batch, `"sum"` adds the
                 changes of all micro-batches, `"first"` keeps what micro-batch 0 leaves. Statistics of torch's
                 normalization layers need no entry; a change of any other buffer is an error.
-            param_init_fn: initializes the parameters and buffers that a module has itself, in place. It is called with
-                each module, its submodules before it, when a new run begins, also if the model was built with weights.
+            param_init_fn: for a model on the meta device, in place of `reset_parameters()`: initializes a module's own
+                parameters and buffers, in place. It is called with each module that has some on the meta device, or
+                whose submodules do, after them.
             every: for a scheduler, whether it is stepped after each `step` or after the last step of each `epoch`.
 
         Returns:

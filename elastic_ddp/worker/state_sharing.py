@@ -106,6 +106,8 @@ def _move_shards(inputs: GenerationInputs, group: ProcessGroup, strategy: Strate
     state, assignment = inputs.state, group.assignment
     resharding, source, step = assignment.resharding, assignment.source, assignment.first_step
     assert resharding is not None and source is not None and step is not None
+    if not resharding.held[group.rank]:  # what this rank may hold is of an earlier step, at which it stood by
+        state.held, state.finish_step = None, None
     if state.finish_step is not None and step == state.position.step:
         state.drop_doubt()
     receivers = tuple(rank for rank in assignment.receivers if rank in resharding.keepers)

@@ -108,11 +108,11 @@ def test_first_weights_depend_neither_on_the_size_nor_on_the_units_nor_on_the_st
     assert [other == first for other in others] == [True, True, True]
 
 
-def test_with_a_function_weights_do_not_depend_on_where_the_model_was_built(tmp_path: Path) -> None:
+def test_with_a_function_weights_depend_neither_on_the_size_nor_on_deaths(tmp_path: Path) -> None:
     options: dict[str, Any] = {"param_init_fn": by_name}
     outcomes = [
         trained(tmp_path / "meta", 3, ODD_META, **options),
-        trained(tmp_path / "host", 2, ODD, **options),
+        trained(tmp_path / "one", 1, ODD_META, **options),
         trained(tmp_path / "death", 3, ODD_META, faults=(Fault(1, "exchange", 2),), **options),
         trained(
             tmp_path / "commit",
@@ -125,6 +125,40 @@ def test_with_a_function_weights_do_not_depend_on_where_the_model_was_built(tmp_
         trained(tmp_path / "ddp", 2, ODD_META, settings={"strategy": "ddp", "fsdp": {}}, **options),
     ]
     assert outcomes[1:] == outcomes[:1] * 4
+
+
+def by_parameters(module: torch.nn.Module) -> None:
+    for parameter in module.parameters():
+        torch.nn.init.normal_(parameter)
+
+
+def test_an_initialization_that_reaches_into_sharded_units_is_refused(tmp_path: Path) -> None:
+    with workers(Plan(tmp_path, {}, make_model=META, param_init_fn=by_parameters)) as run:
+        run.start(2)
+        error = run.finish(LIMIT_S, status="failed")["error"]
+    assert "changed blocks.0.inner.weight" in error and "parameters(recurse=False)" in error, error
+
+
+def fill(module: torch.nn.Module) -> None:
+    raise AssertionError("the model has weights")
+
+
+def _built(group: ProcessGroup) -> list[float]:
+    """Returns the sums of the shards' parameters as a whole, and of rank 0 as it built them."""
+    torch.manual_seed(group.rank)
+    module = Wide()
+    built = sum(float(parameter.double().sum()) for parameter in module.parameters())
+    is_unit = functools.partial(_is_kind, torch.nn.Sequential)
+    first = FirstWeights(0, fill)
+    model = PreparedModel(module, device=CPU, bf16=False, is_unit=is_unit, first_weights=first)
+    FSDPStrategy(model, config_of("fsdp"), group).shard([], begins=True)
+    whole = sum(float(parameter.full_tensor().double().sum()) for parameter in module.parameters())  # type: ignore[operator]
+    return [whole, built]
+
+
+def test_a_model_that_was_built_with_weights_begins_with_those_of_rank_0() -> None:
+    first, second = run_ranks(2, _built)
+    assert first[0] == second[0] == pytest.approx(first[1]) != pytest.approx(second[1])
 
 
 class Wide(torch.nn.Sequential):

@@ -12,6 +12,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from elastic_ddp import torch_internals
 from elastic_ddp.config.run_config import RunConfig
 from elastic_ddp.data.feed_cache import FeedCache
 from elastic_ddp.data.order import EpochShape
@@ -390,3 +391,23 @@ def test_a_forward_without_a_backward_is_resharded() -> None:
 
 def _is_block(module: torch.nn.Module) -> bool:
     return isinstance(module, Block)
+
+
+def _in_place(group: ProcessGroup) -> list[bool]:
+    """Compares shards that are made without a copy to another device, as offload needs it, with those of torch."""
+    config, state = prepared("fsdp")
+    assert state.model is not None
+    strategy = strategy_of(config)(state.model, config, group)
+    strategy.shard(state.optimizers)
+    equal = []
+    for parameter in state.module.parameters():
+        local = parameter.to_local().to(torch.float64)  # type: ignore[operator]
+        made = torch_internals.dtensor_in_place(local, parameter)  # type: ignore[arg-type]
+        full = parameter.full_tensor()  # type: ignore[operator]
+        equal.append(made.to_local() is local or made.to_local().data_ptr() == local.data_ptr())
+        equal.append(bool(made.dtype == torch.float64) and torch.equal(made.full_tensor().float(), full))
+    return equal
+
+
+def test_a_shard_is_made_of_rows_where_they_are() -> None:
+    assert all(all(equal) for equal in run_ranks(2, _in_place))

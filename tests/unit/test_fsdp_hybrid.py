@@ -81,6 +81,20 @@ def test_groups_come_and_go_in_place(tmp_path: Path) -> None:
     assert found == trained(tmp_path / "full", 2, **{**settings, "fsdp": FULL})[0]
 
 
+@pytest.mark.chaos
+def test_a_worker_that_stood_by_comes_back_with_old_shards(tmp_path: Path) -> None:
+    settings = {"steps": 80, "fsdp": HYBRID}
+    plan = Plan(tmp_path, settings, (Fault(1, "exchange", 0),), pause_s=0.5, num_nodes=2)
+    with workers(plan) as run:
+        with hold(plan):
+            run.start(4)
+            wait_for_size(run, 2)
+            run.start(1)
+            wait_for_size(run, 4)
+        found = hashes(run)
+    assert found == trained(tmp_path / "full", 2, **{**settings, "fsdp": FULL})[0]
+
+
 def requests_of(nodes: str) -> list[JoinRequest]:
     return [
         JoinRequest(
@@ -122,8 +136,10 @@ def test_several_ranks_keep_the_same_shard() -> None:
     [
         ({"sharding": "hybrid", "shard_size": 3}, "leaves one group with max_workers=4"),
         ({"shard_size": 2}, "has no effect with fsdp.sharding='full'"),
+        ({"sharding": "hybrid", "max_workers": 1}, "needs several groups of workers"),
     ],
 )
 def test_settings_that_make_no_replicas_are_refused(tmp_path: Path, fsdp: dict[str, Any], message: str) -> None:
+    changes = {"max_workers": fsdp.pop("max_workers", 4), "fsdp": fsdp}
     with pytest.raises(ConfigError, match=message):
-        RunConfig(**{**Plan(tmp_path, {"fsdp": fsdp}).all_settings, "name": "test", "storage": str(tmp_path)})
+        RunConfig(**{**Plan(tmp_path, changes).all_settings, "name": "test", "storage": str(tmp_path)})
