@@ -81,7 +81,7 @@ def _trains_and_closes(group: ProcessGroup) -> bool:
 
 
 def test_a_sharded_model_does_not_keep_a_closed_group() -> None:
-    """Whoever drops the last reference waits for gloo's threads: for good, if gloo lost a message in an abort."""
+    """Dropping the last reference waits for gloo's threads, which never end if gloo lost a message in an abort."""
     assert run_ranks(2, _trains_and_closes) == [True, True]
 
 
