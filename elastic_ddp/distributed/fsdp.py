@@ -161,7 +161,8 @@ class FSDPStrategy(Strategy):
         with torch.no_grad():
             for name, value in received.items():
                 parameters[name].copy_(value)
-        first.note_loaded(self._model.module, received)
+        if received:
+            first.note_loaded(self._model.module, received)
 
     def _take_off(self, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, torch.nn.Parameter]:
         """Undoes the sharding of an earlier generation, and drops the state of the optimizers, which has its shards.

@@ -27,9 +27,9 @@ def _is_block(module: torch.nn.Module) -> bool:
     return type(module) is torch.nn.Sequential
 
 
-class Wide(torch.nn.ModuleList):
+class Wide(torch.nn.Sequential):
     def __init__(self) -> None:
-        super().__init__(torch.nn.Sequential(torch.nn.Linear(WIDTH, WIDTH, bias=False)) for _ in range(NUM_BLOCKS))
+        super().__init__(*(torch.nn.Sequential(torch.nn.Linear(WIDTH, WIDTH, bias=False)) for _ in range(NUM_BLOCKS)))
 
 
 def _peak(group: ProcessGroup, where: str) -> tuple[int, int]:
