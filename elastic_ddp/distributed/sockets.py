@@ -74,10 +74,10 @@ def keep_alive(sockets: Iterable[Socket], *, idle_s: int, unacknowledged_s: int)
     """Turns on TCP keepalive for connections that may be idle for a long time, so that firewalls keep them.
 
     The kernel probes the peer after `idle_s` without traffic, and closes the connection after `unacknowledged_s`
-    without an acknowledgement.
+    without an acknowledgement. A socket that has been closed meanwhile, such as one of another thread, is left out.
     """
     for key in sockets:
-        with _opened(key) as connection:
+        with suppress(OSError), _opened(key) as connection:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, idle_s)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, idle_s)

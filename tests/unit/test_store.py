@@ -103,6 +103,27 @@ def test_the_connection_has_tcp_keepalive(port: int) -> None:
         assert own.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 5000
 
 
+def test_connections_may_be_made_at_once_in_several_threads(port: int) -> None:
+    """Each sees sockets of the others, which may be closed before it has set its own up."""
+    errors = list[BaseException]()
+
+    def connect() -> None:
+        connection = StoreConnection()
+        try:
+            for _ in range(10):
+                connection.connect(HOST, port)
+                connection.drop()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=connect) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors
+
+
 def go_through_generations(group: ProcessGroup) -> list[bool]:
     """Returns whether the connection stayed the same: after a planned change, an aborted group, a group that failed to
     form, and the group after that."""
