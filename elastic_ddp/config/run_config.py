@@ -316,6 +316,12 @@ class RunConfig(Settings):
                 f"fsdp.shard_size={self.fsdp.shard_size} leaves one group with max_workers={self.max_workers}, so no "
                 f'shard has a replica; use max_workers={2 * self.fsdp.shard_size} or more, or fsdp.sharding="full"'
             )
+        size = self.fsdp.shard_size
+        if size is not None and (largest := self.max_workers // size * size) < self.min_workers <= self.max_workers:
+            raise ValueError(
+                f"fsdp.shard_size={size} allows {largest} of max_workers={self.max_workers}, which is below "
+                f"min_workers={self.min_workers}; use a lower min_workers, or a multiple of {size} as max_workers"
+            )
         return self
 
     @model_validator(mode="after")

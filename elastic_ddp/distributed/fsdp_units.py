@@ -91,7 +91,8 @@ def check_room(locations: list[ParameterLocation], world_size: int, free_bytes: 
         )
     raise ConfigError(
         f"{needed} its shard and the largest unit, with gradients, and has {free_bytes / 1e9:.2f} GB free. The model "
-        f"fits {-(-total // left)} workers or more: set min_workers, or fsdp.cpu_offload = true."
+        f"fits {-(-total // left)} workers or more: set min_workers, with hybrid sharding fsdp.shard_size, or "
+        "fsdp.cpu_offload = true."
     )
 
 

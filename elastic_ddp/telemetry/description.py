@@ -30,7 +30,10 @@ def describe_event(event: Event, session: int | None = None) -> str | None:
             return f"[step {event.first_step}] generation {of_session}{event.generation} ({event.reason}): {workers}"
         case events.GenerationFormed(standing_by=number) if number:
             wait = "waits" if number == 1 else "wait"
-            return f"{plural(number, 'ready worker')} {wait}: even_micro_batches allows {event.world_size}"
+            return (
+                f"{plural(number, 'ready worker')} {wait}: even_micro_batches, or the size of the groups of hybrid "
+                f"sharding, allows {event.world_size}"
+            )
         case events.GenerationFormed(recovered_s=float(seconds)):
             standbys = sum(bool(member.get("standby")) for member in event.members)
             former = f", {plural(standbys, 'former standby')} among them" if standbys else ""

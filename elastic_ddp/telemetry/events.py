@@ -81,7 +81,8 @@ class GenerationFormed(GenerationEvent, event="rendezvous"):
     recovered_s: float | None = None
     """Seconds from the failure of a worker to this generation, if it is the first with as many workers as before."""
     standing_by: int = 0
-    """Number of ready workers that do not train, because of `even_micro_batches`."""
+    """Number of ready workers that do not train: because of `even_micro_batches`, or they fill no group of hybrid
+    sharding."""
 
 
 class GenerationStarted(TrainingEvent, event="generation"):

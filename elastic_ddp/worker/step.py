@@ -398,6 +398,7 @@ class Step:
             generation.buffers.revert()
         else:
             self._step_optimizers()
+            generation.strategy.reshard()  # a forward before this gathered what has changed
         state.step_schedulers(is_skipped=self.skipped)
         # Of the whole model: a gradient of a parameter in no optimizer would count in the next clipping.
         generation.strategy.clear_gradients()

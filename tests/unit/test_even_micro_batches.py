@@ -62,7 +62,9 @@ def test_the_console_says_how_many_ready_workers_stand_by(play: Play) -> None:
         assert [isinstance(place, Assignment) for place in await started(rendezvous, size=3)] == [True, True, False]
         (formed,) = await events_of(rendezvous, "rendezvous")
         assert formed.world_size == 2 and formed.standing_by == 1
-        assert describe_event(formed) == "1 ready worker waits: even_micro_batches allows 2"
+        assert describe_event(formed) == (
+            "1 ready worker waits: even_micro_batches, or the size of the groups of hybrid sharding, allows 2"
+        )
 
     options = RendezvousOptions(min_workers=1, max_workers=4, heartbeat_timeout_s=30.0, num_micro_batches=4)
     play(scenario, replace(options, even_micro_batches=True))

@@ -27,6 +27,7 @@ from elastic_ddp.worker.generation import Generation, strategy_of
 from elastic_ddp.worker.step import Step
 from elastic_ddp.worker.train_state import TrainState
 from tests.ranks import run_ranks
+from tests.unit import rank_steps
 from tests.unit.single_worker import fake_feed
 
 M, SIZE = 4, 3
@@ -387,6 +388,31 @@ def _hashes_after_forwards(group: ProcessGroup) -> list[str]:
 def test_a_forward_without_a_backward_is_resharded() -> None:
     for hashes in run_ranks(2, _hashes_after_forwards):
         assert len(hashes) == 4 and len(set(hashes)) == 1
+
+
+def _outputs_after_the_optimizer(group: ProcessGroup) -> list[list[float]]:
+    """Returns what forwards after `optimize` return, without and with one before it."""
+    x, found = torch.arange(24.0).reshape(8, 3), []
+    for is_called_before in (False, True):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 1))
+
+        def body(step: Step, model: torch.nn.Module, is_called_before: bool = is_called_before) -> float:
+            for batch in step.micro_batches():
+                step.backward(model(batch["x"]).square().mean())
+            with torch.no_grad():
+                if is_called_before:
+                    model(x)
+                step.optimize()
+                return float(model(x).sum())
+
+        found.append(rank_steps.run_steps(group, rank_steps.config_of(strategy="fsdp"), model, body)["returned"])
+    return found
+
+
+def test_a_forward_after_the_optimizer_uses_new_weights_if_one_came_before() -> None:
+    for without, with_one in run_ranks(2, _outputs_after_the_optimizer):
+        assert without == with_one and len(set(without)) == 5
 
 
 def _is_block(module: torch.nn.Module) -> bool:

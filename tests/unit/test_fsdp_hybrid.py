@@ -137,9 +137,11 @@ def test_several_ranks_keep_the_same_shard() -> None:
         ({"sharding": "hybrid", "shard_size": 3}, "leaves one group with max_workers=4"),
         ({"shard_size": 2}, "has no effect with fsdp.sharding='full'"),
         ({"sharding": "hybrid", "max_workers": 1}, "needs several groups of workers"),
+        ({"sharding": "hybrid", "shard_size": 2, "max_workers": 5, "min_workers": 5}, "allows 4 of max_workers=5"),
     ],
 )
 def test_settings_that_make_no_replicas_are_refused(tmp_path: Path, fsdp: dict[str, Any], message: str) -> None:
-    changes = {"max_workers": fsdp.pop("max_workers", 4), "fsdp": fsdp}
+    changes = {name: fsdp.pop(name) for name in ("max_workers", "min_workers") if name in fsdp}
+    changes = {"max_workers": 4, **changes, "fsdp": fsdp}
     with pytest.raises(ConfigError, match=message):
         RunConfig(**{**Plan(tmp_path, changes).all_settings, "name": "test", "storage": str(tmp_path)})
