@@ -7,7 +7,7 @@ NEWEST_PYTHON ?= python3.14
 SIDE_BY_SIDE := --numprocesses=auto --maxprocesses=4 # tests that need no Ray do not disturb each other
 
 .DEFAULT_GOAL := help
-.PHONY: help install train test unit chaos s3 hosts loggers compat compat-with lint format docs bench soak clean
+.PHONY: help install train test unit chaos s3 gpu hosts loggers compat compat-with lint format docs bench soak clean
 
 help: ## list what there is to make
 	@grep -hE '^[a-z0-9]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9]+):.*## (.*)/  make \1	\2/' | expand -t 18
@@ -29,6 +29,9 @@ chaos: $(VENV)/.installed-dev ## more faults than `make test` injects
 
 s3: $(VENV)/.installed-dev ## commits on a real S3 server, Ceph's from Debian's packages, which it starts and ends
 	$(VENV)/bin/python -m pytest tests/s3 -m s3 $(ARGS)
+
+gpu: $(VENV)/.installed-dev ## what needs a GPU, in 14 minutes; ARGS=--dry-run checks its commands without one
+	$(VENV)/bin/python benchmarks/gpu_session.py $(ARGS)
 
 hosts: .venv-hosts/.installed ## the guides to clusters over ssh and to Slurm, on machines made of namespaces
 	.venv-hosts/bin/python -m pytest tests/chaos/test_own_machines.py tests/chaos/test_slurm.py \

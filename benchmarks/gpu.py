@@ -107,7 +107,7 @@ class Benchmark:
             (name, side, True)
             for name in self.options.compile
             for side in self.options.sides
-            if side not in ("deterministic", "fsdp")
+            if side not in ("deterministic", "variable-kept", "fsdp")
         ]
         eager = [(name, side, False) for name in self.settings for side in self.options.sides]
         started: list[tuple[str, RunningSide, int]] = []

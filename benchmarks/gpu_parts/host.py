@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from elastic_ddp.distributed import cublas
+
 Place = tuple[Any, str]
 """A class or module, and the name of a function in it."""
 MODES = ("off", "strict")
@@ -66,11 +68,13 @@ def thread_seconds() -> dict[str, float]:
     return dict(seconds)
 
 
-def use_deterministic_algorithms() -> None:
-    """Sets what a worker sets for `reduction = "canonical"`."""
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+def use_deterministic_algorithms(device: torch.device, *, keeps_variable: bool) -> None:
+    """Sets what a worker sets for `reduction = "canonical"`; or all of it but the removal of cuBLAS's variable."""
+    os.environ.setdefault(cublas.VARIABLE, cublas.VALUE)
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    removed = not keeps_variable and cublas.settle(device)
+    print(f"{cublas.VARIABLE} {'removed' if removed else 'kept'}, torch {torch.__version__}", flush=True)
 
 
 @contextmanager

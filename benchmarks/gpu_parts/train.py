@@ -65,8 +65,10 @@ class Setting:
         return f"GPT of {self.layers} x {self.width}, context {self.context}, micro-batches {batch}"
 
 
-SIDES = ("plain", "deterministic", "native", "canonical", "fsdp")
-"""`deterministic` is `plain` with the settings of torch and cuBLAS that `canonical` trains with."""
+PLAIN_SIDES = ("plain", "deterministic", "variable-kept")
+"""`deterministic` is `plain` with the settings of torch and cuBLAS that `canonical` trains with, and `variable-kept` is
+`deterministic` with `CUBLAS_WORKSPACE_CONFIG` all along."""
+SIDES = (*PLAIN_SIDES, "native", "canonical", "fsdp")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,7 +107,7 @@ def run(side: Side) -> None:
         os._exit(1)
 
     threading.Thread(target=exit_with_parent, daemon=True).start()
-    if side.name in ("plain", "deterministic"):
+    if side.name in PLAIN_SIDES:
         run_plain(side)
     else:
         run_elastic(side)
@@ -117,10 +119,10 @@ def run(side: Side) -> None:
 def run_plain(side: Side) -> None:
     setting, device = side.setting, torch.device(side.device)
     on_gpu = device.type == "cuda"
-    if side.name == "deterministic":
-        use_deterministic_algorithms()
     if on_gpu:
         torch.cuda.set_device(0)
+    if side.name != "plain":
+        use_deterministic_algorithms(device, keeps_variable=side.name == "variable-kept")
     store = dist.TCPStore("127.0.0.1", 0, 1, is_master=True)
     dist.init_process_group("nccl" if on_gpu else "gloo", store=store, rank=0, world_size=1)
     torch.manual_seed(0)

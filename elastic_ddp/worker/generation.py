@@ -12,6 +12,7 @@ from elastic_ddp.data.feed import MicroBatchFeed
 from elastic_ddp.data.feed_cache import FeedCache
 from elastic_ddp.data.inline_feed import InlineFeed
 from elastic_ddp.data.order import FeedPlan
+from elastic_ddp.distributed import cublas
 from elastic_ddp.distributed.assignment import Assignment
 from elastic_ddp.distributed.buffer_sync import StepBuffers
 from elastic_ddp.distributed.host_number import to_host
@@ -127,6 +128,8 @@ class Generation:
                 on_forming=on_forming,
             )
             inputs.on_formed()
+            if job.config.reduction == "canonical":
+                cublas.settle(inputs.device)
             # Known to all ranks if one holds the state. The feed then reads its first rows during the transfer.
             feed = open_feed(step) if step is not None else None
             check_same_model(state.module, group, state.optimizers)

@@ -18,6 +18,7 @@ from elastic_ddp import signals, standby
 from elastic_ddp.config.capacity import check_cpus
 from elastic_ddp.config.run_config import RunConfig
 from elastic_ddp.data.access import check_access, files_to_check
+from elastic_ddp.distributed import cublas
 from elastic_ddp.distributed.process_group import is_missing_group, is_peer_failure
 from elastic_ddp.distributed.sockets import use_interface_of
 from elastic_ddp.errors import (
@@ -265,7 +266,7 @@ def _set_up_numerics(config: RunConfig) -> None:
     if dist.get_debug_level() == dist.DebugLevel.DETAIL:  # `Loop` warns
         dist.set_debug_level(dist.DebugLevel.INFO)
     if config.reduction == "canonical":
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        os.environ.setdefault(cublas.VARIABLE, cublas.VALUE)  # until `cublas.settle`
         torch.use_deterministic_algorithms(True)
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
         torch.backends.cudnn.benchmark = False

@@ -1,0 +1,46 @@
+"""Keeps `CUBLAS_WORKSPACE_CONFIG` out of the steps: torch up to 2.12 parses it at every call of cuBLAS.
+
+That takes tens of microseconds of the host, longer than the launch of a kernel. Torch checks only once, at the first
+call, that the variable allows deterministic results. Afterwards, it only sets the size of the workspace that torch
+gives to cuBLAS, which on Hopper is 32 MiB with `:4096:8` and without it. So there it may be removed: no bit changes.
+
+Sources: `getChosenWorkspaceSize` and `alertCuBLASConfigNotDeterministic` of torch 2.11; torch 2.13 keeps the size
+(https://github.com/pytorch/pytorch/pull/177912).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+import torch
+
+VARIABLE, VALUE = "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
+_HOPPER = 9
+"""Its major compute capability. On others, the size of the workspace would change, and perhaps the bits."""
+
+
+def multiply(device: torch.device) -> None:
+    """Calls cuBLAS."""
+    ones = torch.ones(16, 16, device=device)
+    torch.mm(ones, ones)
+
+
+def settle(device: torch.device, multiply: Callable[[torch.device], None] = multiply) -> bool:
+    """Removes the variable from the environment, if that changes no bits and saves time. Returns whether it did.
+
+    Call it with deterministic algorithms on, when this process may use the device.
+    """
+    keeps_the_size = hasattr(torch.backends.cuda, "cublas_workspace_size")  # since torch 2.13
+    if device.type != "cuda" or keeps_the_size or os.environ.get(VARIABLE) != VALUE:
+        return False
+    if torch.cuda.get_device_capability(device)[0] != _HOPPER:
+        return False
+    multiply(device)
+    del os.environ[VARIABLE]
+    try:
+        multiply(device)
+    except RuntimeError:  # this torch checks the variable again
+        os.environ[VARIABLE] = VALUE
+        return False
+    return True
