@@ -11,10 +11,11 @@ import os
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import cache, partial, wraps
+from operator import attrgetter, methodcaller
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
 EXTRA_STATE = "_extra_state"
 """The last part of the `state_dict` key that holds what `Module.get_extra_state` returns. Torch does not export it."""
+_get_version, _get_address = attrgetter("_version"), methodcaller("data_ptr")
 
 
 def add_pairwise(left: list[torch.Tensor], right: list[torch.Tensor]) -> None:
@@ -70,6 +72,19 @@ def largest_values(tensors: list[torch.Tensor]) -> torch.Tensor:
 def version(tensor: torch.Tensor) -> int:
     """Returns a number that every in-place change of the tensor increases: `Tensor._version`."""
     return tensor._version
+
+
+def versions(tensors: Iterable[torch.Tensor]) -> list[int]:
+    """Returns the `version` of each tensor, without a Python call for each."""
+    return list(map(_get_version, tensors))
+
+
+def addresses(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """Returns where the elements of each tensor are in memory; 0 for a sparse one."""
+    try:
+        return list(map(_get_address, tensors))
+    except RuntimeError:  # a sparse one has no single place
+        return [tensor.data_ptr() if tensor.layout is torch.strided else 0 for tensor in tensors]
 
 
 class CallRoute:
@@ -113,14 +128,21 @@ def map_tree(function: Callable[..., Any], *trees: Any) -> Any:
 
 def modules_of(module: torch.nn.Module) -> list[torch.nn.Module]:
     """Returns what `Module.modules` yields, from `Module._modules`: its nested generators take four times as long."""
-    found: dict[torch.nn.Module, None] = {}
+    found: dict[int, torch.nn.Module] = {}
     left: list[torch.nn.Module | None] = [module]
     while left:
         current = left.pop()
-        if current is not None and current not in found:
-            found[current] = None
-            left.extend(reversed(current._modules.values()))
-    return list(found)
+        if current is not None and id(current) not in found:
+            found[id(current)] = current
+            if children := current._modules:
+                left.extend(reversed(children.values()))
+    return list(found.values())
+
+
+def parameters_of(modules: Iterable[torch.nn.Module]) -> list[torch.nn.Parameter]:
+    """Returns the own parameters of modules, from `Module._parameters`: a tied one several times."""
+    found = (parameter for module in modules if module._parameters for parameter in module._parameters.values())
+    return [parameter for parameter in found if parameter is not None]
 
 
 def buffers_of(module: torch.nn.Module) -> dict[str, torch.Tensor | None]:

@@ -63,8 +63,9 @@ class StepBuffers:
         self._given_rules = rules or {}
         self._rules: dict[tuple[int, str], tuple[str, str | None]] | None = None  # of the buffers that it had so far
 
-    def begin(self) -> None:
-        """Begins a step: saves the values that every micro-batch starts from."""
+    def begin(self, modules: Sequence[torch.nn.Module] | None = None) -> None:
+        """Begins a step: saves the values that every micro-batch starts from. `modules` are all of the model's."""
+        self._modules = modules_of(self._module) if modules is None else modules
         registered = self._registered()
         self._empty = [(owner, name) for owner, name, buffer in registered if buffer is None or not buffer.numel()]
         rules = self._check_known(registered)
@@ -165,9 +166,13 @@ class StepBuffers:
         return [(id(buffer), 0 if buffer is None else version(buffer)) for buffer in current]
 
     def _registered(self) -> list[tuple[torch.nn.Module, str, torch.Tensor | None]]:
-        """Returns the buffers of all modules, each with its module and its name there."""
-        modules = modules_of(self._module)
-        return [(module, name, buffer) for module in modules for name, buffer in buffers_of(module).items()]
+        """Returns the buffers of the modules that the step began with, each with its module and its name there."""
+        return [
+            (module, name, buffer)
+            for module in self._modules
+            if (buffers := buffers_of(module))
+            for name, buffer in buffers.items()
+        ]
 
     def _check_known(
         self, buffers: Sequence[tuple[torch.nn.Module, str, torch.Tensor | None]]

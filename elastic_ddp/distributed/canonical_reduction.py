@@ -31,7 +31,7 @@ import torch.distributed as dist
 
 from elastic_ddp.distributed.process_group import ProcessGroup, all_gather_single
 from elastic_ddp.distributed.reduction_tree import Node, fold_in, fold_to_root, maximal_subtrees, with_rows
-from elastic_ddp.distributed.strategy import add_in_place, ignore, own_backward_error
+from elastic_ddp.distributed.strategy import add_in_place, gradients_of, ignore, own_backward_error
 
 _MOVED = torch.empty(0)
 """Stands in a subtree's sum for a gradient that was moved into its bucket."""
@@ -98,10 +98,11 @@ class CanonicalReduction:
             gradients: list[torch.Tensor | None] = [None if one is None else one.clone() for one in returned]
         else:
             loss.backward()
-            gradients = [parameter.grad for parameter in self._parameters]
+            gradients = gradients_of(self._parameters)
             for parameter in self._parameters:
                 parameter.grad = None
-        self._used.update(position for position, gradient in enumerate(gradients) if gradient is not None)
+        if self._may_be_unused:
+            self._used.update(position for position, gradient in enumerate(gradients) if gradient is not None)
         # The gradient of an unused parameter is zeros. Left out, it would keep a -0.0 at some world sizes only.
         filled = [
             torch.zeros_like(parameter) if gradient is None or is_zero else gradient

@@ -16,7 +16,7 @@ from elastic_ddp.distributed.canonical_reduction import CanonicalReduction
 from elastic_ddp.distributed.comm_hooks import register_comm_hook
 from elastic_ddp.distributed.prepared_model import PreparedModel
 from elastic_ddp.distributed.process_group import ProcessGroup
-from elastic_ddp.distributed.strategy import Strategy, ignore, snapshot, unused_parameters_error
+from elastic_ddp.distributed.strategy import Strategy, ignore, unused_parameters_error
 from elastic_ddp.errors import ConfigError
 
 
@@ -86,12 +86,14 @@ class DDPStrategy(Strategy):
         self._model.use_replica(self._replica if last else None)
 
     def backward(self, loss: torch.Tensor, micro_batch: int, weight: float | None = None) -> None:
-        with self._accumulating(is_last=micro_batch == self.to_compute[-1]):
-            self._backward(loss, micro_batch, weight)
+        last = micro_batch == self.to_compute[-1]
+        with self._accumulating(is_last=last):
+            self._backward(loss, micro_batch, weight, last=last)
+        if last:
+            self._check_used()
         self._model.use_replica(None)
 
-    def _backward(self, loss: torch.Tensor, micro_batch: int, weight: float | None) -> None:
-        last = micro_batch == self.to_compute[-1]
+    def _backward(self, loss: torch.Tensor, micro_batch: int, weight: float | None, *, last: bool) -> None:
         if last and not self._model.called_replica:
             raise ConfigError(
                 "step.backward got a loss that does not come from calling the prepared model, so its gradients cannot "
@@ -99,7 +101,6 @@ class DDPStrategy(Strategy):
                 "by model.compile(), or before run.prepare: torch.compile(model) after it goes past the prepared model."
             )
         factor = self._factor(micro_batch, weight)
-        before = self._snapshot_gradients() if last else {}
         if self._reduction is None:
             if not factor and not (self._options.find_unused_parameters or self._options.static_graph):
                 # Any graph of all parameters does, so that the loss of a micro-batch that does not count may be a
@@ -108,7 +109,6 @@ class DDPStrategy(Strategy):
             # DDP divides by the world size.
             loss = loss * (factor * self._group.world_size / (self.divisor if weight is None else 1.0))
             self._run_backward(loss, is_last=last, zeroed=() if factor else self._trained.values())
-            self._check_used(before)
             return
         loss = loss if factor == 1.0 else loss * factor
         if not last:
@@ -118,7 +118,6 @@ class DDPStrategy(Strategy):
         has_rows = bool(self._rows[micro_batch])
         self._reduction.expect(micro_batch if has_rows else None, divides=weight is None, is_zero=not factor)
         self._run_backward(loss, is_last=last)
-        self._check_used(before)
         if self._options.find_unused_parameters:
             self._enter_phase("communication")
             self._reduction.drop_unused_gradients()
@@ -131,11 +130,11 @@ class DDPStrategy(Strategy):
             return torch_internals.total_norm(gradients)
         return super().gradient_norm()
 
-    def _check_used(self, before: dict[torch.Tensor, tuple[int, ...] | None]) -> None:
+    def _check_used(self) -> None:
         """Raises a ConfigError if a parameter got no gradient. DDP itself would raise in the next step."""
         if self._options.find_unused_parameters or self._options.static_graph:
             return
-        if unused := [name for name, one in self._trained.items() if before and snapshot(one.grad) == before[one]]:
+        if unused := self._unused():
             raise unused_parameters_error(unused, "set ddp.find_unused_parameters = true")
 
     def close(self) -> None:

@@ -289,6 +289,10 @@ class FSDPStrategy(Strategy):
     def _put_away(self) -> None:
         self.clear_gradients()  # the sums are in the reductions
 
+    @torch.no_grad()  # a DTensor then returns its local part at once
+    def _local(self, gradients: list[torch.Tensor]) -> list[torch.Tensor]:
+        return [local_part(gradient) for gradient in gradients]
+
     def _check_unchanged(self) -> None:
         """Raises a ConfigError if a forward changed gathered parameters. The change would be lost with them."""
         gathered = self._versions.items()

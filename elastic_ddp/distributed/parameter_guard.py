@@ -12,7 +12,7 @@ import torch
 
 from elastic_ddp.errors import ConfigError, shorten
 from elastic_ddp.tensors.state_tree import INTEGERS
-from elastic_ddp.torch_internals import version
+from elastic_ddp.torch_internals import versions
 
 
 def changed_parameters_error(names: Sequence[str], module: torch.nn.Module) -> ConfigError:
@@ -56,17 +56,20 @@ class ParameterGuard:
                 )
         self._num_steps += 1
         self._parameters = parameters
-        self._before = [_count_changes(parameter) for parameter in self._parameters.values()]
+        self._before = versions(parameters.values())
         compares_bits = not self._num_steps & (self._num_steps - 1)
         self._sums = sum_bits(self._parameters) if compares_bits else {}
 
     def check(self) -> None:
         """Raises a ConfigError if a parameter changed since `begin`."""
-        before = zip(self._parameters.items(), self._before, strict=True)
-        changed = [name for (name, parameter), count in before if _count_changes(parameter) != count]
+        now = versions(self._parameters.values())
+        changed: list[str] = []
+        if now != self._before:
+            of_each = zip(self._parameters, now, self._before, strict=True)
+            changed = [name for name, count, before in of_each if count != before]
         if not changed and self._sums:
-            now = sum_bits(self._parameters)
-            changed = [name for name, total in self._sums.items() if now[name] != total]
+            sums = sum_bits(self._parameters)
+            changed = [name for name, total in self._sums.items() if sums[name] != total]
         if changed:
             raise changed_parameters_error(changed, self._module)
 
@@ -76,11 +79,6 @@ class ParameterGuard:
 
     def _sum_state(self) -> dict[str, int]:
         return sum_bits({**dict(self._module.named_parameters()), **dict(self._module.named_buffers())})
-
-
-def _count_changes(parameter: torch.Tensor) -> tuple[int, int]:
-    """Returns numbers that change with the parameter's values, or with the tensor that holds them."""
-    return version(parameter), parameter.data_ptr()
 
 
 def sum_bits(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:

@@ -75,8 +75,7 @@ class ControlExchange:
     def start(self, records: Mapping[int, MicroBatchRecord], world_size: int) -> None:
         """Starts the all-reduce, with the records of this rank's micro-batches. Every rank calls it once a step."""
         vector = np.zeros(len(VOTES) + len(self.rows) * _SLOT_WORDS, dtype=np.int64)
-        for position, name in enumerate(VOTES):
-            vector[position] = self.votes.get(name, False)
+        vector[: len(VOTES)] = [self.votes.get(name, 0) for name in VOTES]
         slots = vector[len(VOTES) :].reshape(len(self.rows), _SLOT_WORDS)
         for micro_batch, record in records.items():
             weight = math.nan if record.weight is None else record.weight
@@ -100,36 +99,37 @@ class ControlExchange:
 
     def _decode(self, vector: np.ndarray) -> Agreement:
         slots = vector[len(VOTES) :].reshape(len(self.rows), _SLOT_WORDS)
-        num_leaves = int(np.count_nonzero(self.rows))
-        losses, weights = slots[:num_leaves, 0].copy().view("<f8"), slots[:num_leaves, 1].copy().view("<f8")
-        loss, total_weight = _weighted_mean(losses, weights, self.rows[:num_leaves])
+        rows = [number for number in self.rows.tolist() if number]
+        pairs = slots[: len(rows), :2].copy().view("<f8").tolist()
+        losses, weights = [loss for loss, _ in pairs], [weight for _, weight in pairs]
+        loss, total_weight = _weighted_mean(losses, weights, rows)
         return Agreement(
-            votes={name: int(vector[position]) for position, name in enumerate(VOTES)},
+            votes=dict(zip(VOTES, vector.tolist(), strict=False)),
             loss=loss,
             total_weight=total_weight,
-            losses=np.where(weights == 0, 0.0, losses).tolist(),
-            row_digests=[slots[m, 2:].tobytes() if m < num_leaves else _NO_ROWS for m in range(len(slots))],
+            losses=[0.0 if weight == 0 else loss for loss, weight in pairs],
+            row_digests=[slots[m, 2:].tobytes() if m < len(rows) else _NO_ROWS for m in range(len(slots))],
         )
 
 
-def _weighted_mean(losses: np.ndarray, weights: np.ndarray, rows: np.ndarray) -> tuple[float, float | None]:
+def _weighted_mean(losses: list[float], weights: list[float], rows: list[int]) -> tuple[float, float | None]:
     """Returns the mean loss and the sum of the weights, both added along the reduction tree. NaN means no weight."""
-    unweighted = np.isnan(weights)
-    num_leaves, num_unweighted = len(rows), int(np.count_nonzero(unweighted))
-    if 0 < num_unweighted < num_leaves:
+    unweighted = [m for m, weight in enumerate(weights) if math.isnan(weight)]
+    num_leaves = len(rows)
+    if 0 < len(unweighted) < num_leaves:
         raise ConfigError(
-            f"step.backward got a weight for some micro-batches, and none for {np.flatnonzero(unweighted).tolist()}. "
-            "Give a weight for every micro-batch of a step, or for none."
+            f"step.backward got a weight for some micro-batches, and none for {unweighted}. Give a weight for every "
+            "micro-batch of a step, or for none."
         )
-    factors = (rows if num_unweighted else weights).tolist()
+    factors = rows if unweighted else weights
     # A loss without weight may be NaN.
     leaves = {
         Node(0, m): factor * loss if factor else 0.0
-        for m, (factor, loss) in enumerate(zip(factors, losses.tolist(), strict=True))
+        for m, (factor, loss) in enumerate(zip(factors, losses, strict=True))
     }
     sum_of_losses = fold_to_root(leaves, num_leaves, operator.add)
-    if num_unweighted:
-        return sum_of_losses / int(rows.sum()), None
+    if unweighted:
+        return sum_of_losses / sum(rows), None
     total = fold_to_root({Node(0, m): weight for m, weight in enumerate(factors)}, num_leaves, operator.add)
     return sum_of_losses / total if total else math.nan, total
 

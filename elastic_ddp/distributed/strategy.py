@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import operator
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -52,12 +53,32 @@ def ignore(phase: str) -> str:
     return phase
 
 
-def snapshot(gradient: torch.Tensor | None) -> tuple[int, ...] | None:
-    """Returns numbers of which one differs after the gradient was changed, or replaced by one in other memory."""
-    if gradient is None:
-        return None
-    local = local_part(gradient)  # of a DTensor, only this counts changes
-    return id(gradient), torch_internals.version(local), local.data_ptr() if local.layout is torch.strided else 0
+class Marks(NamedTuple):
+    """Of some tensors, numbers of which one differs after a gradient was changed in place or replaced."""
+
+    tensors: list[int]
+    gradients: list[int]
+    versions: list[int]
+    places: list[int]
+    """Where gradients are in memory, if that is wanted: one that is freed may have the id of a later one."""
+
+    def changed(self, before: Marks) -> set[int]:
+        """Returns the positions of those that differ from what they were before."""
+        then = dict(before._by_tensor())
+        return {position for position, (tensor, mark) in enumerate(self._by_tensor()) if then.get(tensor) != mark}
+
+    def _by_tensor(self) -> Iterator[tuple[int, tuple[int, ...]]]:
+        numbers = (self.gradients, self.versions, *([self.places] if self.places else []))
+        return zip(self.tensors, zip(*numbers, strict=True), strict=True)
+
+
+def gradients_of(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor | None]:
+    return list(map(_get_gradient, tensors))
+
+
+_get_gradient, _is_trained = operator.attrgetter("grad"), operator.attrgetter("requires_grad")
+_NONE = torch.empty(0)
+"""Stands for a missing gradient."""
 
 
 class Strategy(ABC):
@@ -72,6 +93,7 @@ class Strategy(ABC):
 
     Attributes:
         parameters: the model's parameters by name, as the step began.
+        modules: all modules of the model, as the step began.
     """
 
     replicates_state = True
@@ -96,7 +118,8 @@ class Strategy(ABC):
         self._model = model
         self._trained = self._find_trained()
         self._kept: list[tuple[torch.Tensor, torch.Tensor]] = []  # between backwards, parameters and their gradients
-        self._left: dict[torch.Tensor, tuple[int, ...] | None] = {}
+        self._left: Marks | None = None  # after the last backward
+        self._before: Marks | None = None  # before it, if gradients of earlier ones were put back
         self._sums: dict[str, int] = {}
         self._num_steps = 0
 
@@ -121,8 +144,15 @@ class Strategy(ABC):
 
     def _find_trained(self) -> dict[str, torch.nn.Parameter]:
         """Sets `parameters` to the model's parameters, and returns those that are trained."""
-        self.parameters = dict(self._model.module.named_parameters())  # a walk through all modules: once in a step
+        self.parameters = dict(self._model.module.named_parameters())
+        self._found = self._look_for_parameters()
         return {name: parameter for name, parameter in self.parameters.items() if parameter.requires_grad}
+
+    def _look_for_parameters(self) -> tuple[list[int], list[bool]]:
+        """Returns what differs after parameters were added, replaced, frozen or unfrozen. Names would take longer."""
+        self.modules = torch_internals.modules_of(self._model.module)
+        found = torch_internals.parameters_of(self.modules)
+        return list(map(id, found)), list(map(_is_trained, found))
 
     def begin_step(self, rows: np.ndarray) -> None:
         """Begins a step. `rows` has the number of rows of each of the M micro-batches, shape (M,).
@@ -130,6 +160,20 @@ class Strategy(ABC):
         Raises:
             ConfigError: the set of trained parameters changed since the generation began.
         """
+        if self._look_for_parameters() != self._found:
+            self._check_trained()
+        self._rows = rows
+        self._num_steps += 1
+        self._kept.clear()
+        self._sums.clear()
+        self._left = self._before = None
+        self.num_leaves = int(np.count_nonzero(rows))
+        self.divisor = int(rows.sum()) / self.micro_batch_size  # M except in the short last step of an epoch
+        with_rows = [m for m in self.micro_batches if rows[m]]
+        self.to_compute = with_rows or self.micro_batches[-1:]
+        """This rank's micro-batches with rows, in order, or one of padding with weight 0, for the collectives."""
+
+    def _check_trained(self) -> None:
         trained = self._find_trained()
         if changed := sorted(
             name for name in trained.keys() | self._trained.keys() if trained.get(name) is not self._trained.get(name)
@@ -139,46 +183,53 @@ class Strategy(ABC):
                 "trains the same parameters in every step. To freeze some for a while, give them a param_group of "
                 "their own, and a LambdaLR whose function is 0 for it until then."
             )
-        self._rows = rows
-        self._num_steps += 1
-        for of_last_step in (self._kept, self._left, self._sums):
-            of_last_step.clear()
-        self.num_leaves = int(np.count_nonzero(rows))
-        self.divisor = int(rows.sum()) / self.micro_batch_size  # M except in the short last step of an epoch
-        with_rows = [m for m in self.micro_batches if rows[m]]
-        self.to_compute = with_rows or self.micro_batches[-1:]
-        """This rank's micro-batches with rows, in order, or one of padding with weight 0, for the collectives."""
 
     def _accumulators(self) -> list[tuple[str, torch.Tensor]]:
         """Returns the tensors into whose `grad` backwards accumulate, with the names of their parameters."""
         return list(self._trained.items())
 
-    @torch.no_grad()  # a DTensor then returns its local part at once
-    def _snapshot_gradients(self) -> dict[torch.Tensor, tuple[int, ...] | None]:
-        return {tensor: snapshot(tensor.grad) for _, tensor in self._accumulators()}
+    def _mark_gradients(self, *, with_places: bool = False) -> Marks:
+        tensors = [tensor for _, tensor in self._accumulators()]
+        gradients = [_NONE if gradient is None else gradient for gradient in gradients_of(tensors)]
+        local = self._local(gradients)
+        places = torch_internals.addresses(local) if with_places else []
+        return Marks(list(map(id, tensors)), list(map(id, gradients)), torch_internals.versions(local), places)
+
+    def _local(self, gradients: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Returns the parts of gradients that count their changes."""
+        return gradients
 
     def _record_gradients(self) -> None:
         """Records the gradients for `check_gradients`, and their bits as rarely as `ParameterGuard` does."""
-        self._left = self._snapshot_gradients()
+        self._left = self._mark_gradients()
         compares_bits = not self._num_steps & (self._num_steps - 1)
         self._sums = sum_bits(dict(self._gradients())) if compares_bits else {}
 
     def check_gradients(self) -> None:
         """Raises a ConfigError if gradients changed since the last backward of the step."""
-        if self._left:
-            now = self._snapshot_gradients()
-            changed = {name for name, tensor in self._accumulators() if now[tensor] != self._left.get(tensor)}
-        else:  # between two backwards, there are none
+        changed: set[str] = set()
+        if self._left is None:  # between two backwards, there are none
             changed = {name for name, tensor in self._accumulators() if tensor.grad is not None}
+        elif (now := self._mark_gradients()) != self._left:
+            accumulators = self._accumulators()
+            changed = {accumulators[position][0] for position in now.changed(self._left)}
         if not changed and self._sums:
             sums = sum_bits(dict(self._gradients()))
             changed = {name for name, total in self._sums.items() if sums[name] != total}
         if changed:
             raise own_backward_error(sorted(changed))
 
+    def _unused(self) -> list[str]:
+        """Returns the names of parameters that got no gradient from the last backward of the step."""
+        if self._before is not None:
+            used = self._mark_gradients(with_places=True).changed(self._before)
+            return [name for position, (name, _) in enumerate(self._accumulators()) if position not in used]
+        return [name for name, tensor in self._accumulators() if tensor.grad is None]
+
     def check_not_cleared(self) -> None:
         """Raises a ConfigError if no gradient of the step is left. Some may be None: their parameters do not change."""
-        if any(self._left.values()) and not self._gradients():
+        had_gradients = self._left is not None and any(gradient != id(_NONE) for gradient in self._left.gradients)
+        if had_gradients and not self._gradients():
             raise ConfigError(
                 "all gradients are None in step.optimize(), so it would train nothing. Remove the code that sets them "
                 "to None after the last step.backward: step.optimize() clears them."
@@ -188,7 +239,9 @@ class Strategy(ABC):
     def _accumulating(self, *, is_last: bool) -> Iterator[None]:
         """The context of every backward. Between two, gradients are not on the parameters, so that nothing is lost."""
         self.check_gradients()
+        has_kept = bool(self._kept)
         self._return_kept()
+        self._before = self._mark_gradients(with_places=True) if has_kept and is_last else None
         yield
         if is_last:
             self._record_gradients()
@@ -196,8 +249,10 @@ class Strategy(ABC):
             self._put_away()
 
     def _put_away(self) -> None:
-        self._kept = [(tensor, tensor.grad) for _, tensor in self._accumulators() if tensor.grad is not None]
-        for tensor, _ in self._kept:
+        tensors = [tensor for _, tensor in self._accumulators()]
+        gradients = zip(tensors, gradients_of(tensors), strict=True)
+        self._kept = [(tensor, gradient) for tensor, gradient in gradients if gradient is not None]
+        for tensor in tensors:
             tensor.grad = None
 
     def _return_kept(self) -> None:
@@ -292,7 +347,8 @@ class Strategy(ABC):
         return [name for name, finite in is_finite.items() if not finite]
 
     def _gradients(self) -> list[tuple[str, torch.Tensor]]:
-        return [(name, parameter.grad) for name, parameter in self.parameters.items() if parameter.grad is not None]
+        gradients = zip(self.parameters, gradients_of(self.parameters.values()), strict=True)
+        return [(name, gradient) for name, gradient in gradients if gradient is not None]
 
     @abstractmethod
     def close(self) -> None:

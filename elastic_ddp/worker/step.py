@@ -92,7 +92,7 @@ class Step:
         if not self.generation.is_closed:  # else `micro_batches` ends the block
             self.generation.strategy.begin_step(self._control.rows)
             self.generation.strategy.clear_gradients()
-            self.generation.buffers.begin()
+            self.generation.buffers.begin(self.generation.strategy.modules)
             self.generation.parameters.begin(self.generation.strategy.parameters)
             self._has_begun = True
         return self
@@ -177,6 +177,7 @@ class Step:
             for rows in copies:
                 yield from self._micro_batch(batch, rows, is_dummy=True)
             self._activity.enter("data")
+        strategy.check_gradients()
         self._activity.enter("between steps")  # the user's code up to `optimize`
         self._current, self._is_dummy = None, False
 
@@ -197,7 +198,6 @@ class Step:
                 f"step {self.index}: micro-batch {batch.index} was left without step.backward(loss). Call it exactly "
                 "once for each batch."
             )
-        strategy.check_gradients()
 
     def backward(self, loss: torch.Tensor, weight: float | torch.Tensor | None = None) -> None:
         """Computes the gradients of one micro-batch.
