@@ -7,7 +7,14 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from elastic_ddp.config.run_config import CheckpointConfig, DataConfig, DDPConfig, FSDPConfig, RunConfig
+    from elastic_ddp.config.run_config import (
+        CheckpointConfig,
+        DataConfig,
+        DDPConfig,
+        FSDPConfig,
+        RunConfig,
+        VerifyConfig,
+    )
     from elastic_ddp.driver.cluster import cluster_has_gpus
     from elastic_ddp.driver.run_handle import RunHandle, get_run
     from elastic_ddp.driver.run_result import RunResult
@@ -31,6 +38,7 @@ _MODULES = {
     "RunHandle": "driver.run_handle",
     "RunResult": "driver.run_result",
     "Step": "worker.step",
+    "VerifyConfig": "config.run_config",
     "cluster_has_gpus": "driver.cluster",
     "get_run": "driver.run_handle",
 }
@@ -49,6 +57,7 @@ __all__ = [
     "RunHandle",
     "RunResult",
     "Step",
+    "VerifyConfig",
     "cluster_has_gpus",
     "get_run",
 ]

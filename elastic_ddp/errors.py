@@ -48,6 +48,14 @@ class ReplicasDifferError(ElasticDDPError):
     """Ranks hold different values of replicated state, such as weights; make every rank update it alike."""
 
 
+class CorruptionError(ElasticDDPError):
+    """A worker computes wrong values, and `verify.action` is to end the run; the message names its rank and node."""
+
+
+class WorkerAtFaultError(Exception):
+    """This worker computes wrong values, so it leaves the run. Internal: Ray Train replaces it."""
+
+
 class PeerFailedError(Exception):
     """The generation ended while this rank waited for a peer. Internal: the worker repeats the step."""
 

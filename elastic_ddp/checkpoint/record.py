@@ -33,6 +33,8 @@ class Facts(BaseModel):
     epoch: Count = 0
     samples: Count = 0
     samples_sha256: str = ""
+    verified_step: Count | None = None
+    """Steps done in the last verified step before it, in which all ranks computed the same bits."""
     metrics: dict[str, Measurement] = {}
     """The newest value of each metric."""
     losses: Count = 0

@@ -43,7 +43,9 @@ def ls(run: RunFolder, as_json: AsJson = False) -> None:
     if as_json:
         print_json(rows)
         return
-    commits = table("step", "committed", "epoch", "size", "state", "metrics", text=("metrics",))
+    has_verified = any(row["verified_step"] is not None for row in rows)
+    verified = ["verified"] if has_verified else []
+    commits = table("step", "committed", "epoch", "size", "state", *verified, "metrics", text=("metrics",))
     for row in rows:
         older = {name: f" (step {at:,})" for name, at in (row["measured_at"] or {}).items() if at != row["step"]}
         metrics = [f"{name} {value:.4g}{older.get(name, '')}" for name, value in (row["metrics"] or {}).items()]
@@ -53,6 +55,7 @@ def ls(run: RunFolder, as_json: AsJson = False) -> None:
             "-" if row["epoch"] is None else printable(str(row["epoch"])),
             "-" if row["bytes"] is None else format_size(row["bytes"]),
             "complete" if row["error"] is None else "bad",
+            *(["-" if row["verified_step"] is None else f"step {row['verified_step']:,}"] if has_verified else []),
             printable("\n".join(metrics)) or "-",
         )
     out = console()
@@ -311,12 +314,14 @@ def _describe_commit(step: int, commit: Commit | StorageError) -> dict[str, Any]
     from elastic_ddp.checkpoint.metrics import measurements
 
     if isinstance(commit, StorageError):
-        empty = dict.fromkeys(("time", "epoch", "samples", "bytes", "objects", "metrics", "measured_at"))
+        empty = dict.fromkeys(
+            ("time", "epoch", "samples", "verified_step", "bytes", "objects", "metrics", "measured_at")
+        )
         return {"step": step, **empty, "error": str(commit)}
     measured = measurements(commit.record)
     return {
         "step": step,
-        **{name: commit.record.get(name) for name in ("time", "epoch", "samples")},
+        **{name: commit.record.get(name) for name in ("time", "epoch", "samples", "verified_step")},
         "bytes": commit.num_bytes,
         "objects": len(commit.all_objects),
         "metrics": {name: measurement.value for name, measurement in measured.items()},

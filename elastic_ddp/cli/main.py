@@ -272,6 +272,19 @@ def checkpoint(run: LiveRun) -> None:
 
 
 @app.command()
+def verify(run: LiveRun) -> None:
+    """Verify a step of a live run now.
+
+    Its ranks compute a micro-batch of each other again and compare bits. The command returns when that is done. The
+    exit status is 1 if bits differ.
+    """
+    if found := get_run(run).verify():
+        console().print(printable(f"run {run}: {found}"))
+        raise typer.Exit(1)
+    console().print(f"run {run}: all ranks compute the same bits")
+
+
+@app.command()
 def stop(run: LiveRun) -> None:
     """Commit and stop a live run at its next step boundary.
 

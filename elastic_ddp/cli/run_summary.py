@@ -54,6 +54,7 @@ def _facts(summary: Mapping[str, Any], status: Text) -> Table:
         "steps": _number(summary["steps"])
         + (f" of {total:,}" if total not in (None, summary["steps"]) else "")
         + (f", {skipped:,} skipped" if (skipped := summary.get("skipped_steps")) else ""),
+        "corruption": _corruption(summary),
         "epochs": _number(summary["epochs"]),
         "samples": _number(summary["samples"]) + _rates(summary),
         "time": timedelta(seconds=round(summary["wall_seconds"])),
@@ -80,6 +81,14 @@ def _facts(summary: Mapping[str, Any], status: Text) -> Table:
         if value not in (None, ""):
             facts.add_row(label, Text(str(value)))
     return facts
+
+
+def _corruption(summary: Mapping[str, Any]) -> str:
+    """Returns what verified steps found; nothing without one."""
+    count, step = summary.get("corruptions"), summary.get("verified_step")
+    if count:
+        return f"found {plural(count, 'time')}; `elastic-ddp events` has the ranks"
+    return "" if step is None else f"none up to step {step:,}, the last one verified"
 
 
 def _generations(summary: Mapping[str, Any]) -> Table:

@@ -16,6 +16,7 @@ _BARS = "▁▂▃▄▅▆▇"
 MARKS: dict[Kind, tuple[str, str, str]] = {
     "failed": ("✕", "bold red", "failed"),
     "hang": ("!", "bold red", "hang"),
+    "corruption": ("⬟", "bold red", "corruption"),
     "run failed": ("■", "bold red", "the run failed"),
     "driver died": ("†", "bold red", "the driver died"),
     "stopped": ("□", "bold blue", "stopped"),

@@ -173,6 +173,18 @@ class FSDPConfig(Settings):
     repeated. With `false`, the run resumes from its newest commit, and a rank needs half the memory between steps."""
 
 
+class VerifyConfig(Settings):
+    """How a run looks for workers that compute wrong values; see [Silent corruption](../guides/verify.md)."""
+
+    every_steps: Annotated[int, Field(ge=0)] = 0
+    """After how many steps ranks compute a micro-batch of each other again, and compare bits; 0 for never. Such a step
+    takes one micro-batch longer. Requires `reduction = "canonical"` and `strategy = "ddp"`."""
+    action: Literal["warn", "drain", "stop", "rollback"] = "warn"
+    """What to do about a worker at fault: `warn` goes on with it; `drain` goes on without it and its node; `rollback`
+    does that and resumes from the newest commit that is not after the last verified step; `stop` ends the run. If
+    nothing tells which of several workers is right, all but `warn` end the run."""
+
+
 class RunConfig(Settings):
     """The configuration of a run: everything but its code and its data.
 
@@ -276,6 +288,8 @@ class RunConfig(Settings):
     """Options of `strategy = "ddp"`."""
     fsdp: FSDPConfig = Field(default_factory=FSDPConfig)
     """Options of `strategy = "fsdp"`."""
+    verify: VerifyConfig = Field(default_factory=VerifyConfig)
+    """How the run looks for workers that compute wrong values."""
 
     @property
     def shard_size(self) -> int | None:
@@ -315,6 +329,12 @@ class RunConfig(Settings):
             raise ValueError(
                 f"fsdp.shard_size={self.fsdp.shard_size} leaves one group with max_workers={self.max_workers}, so no "
                 f'shard has a replica; use max_workers={2 * self.fsdp.shard_size} or more, or fsdp.sharding="full"'
+            )
+        if self.verify.every_steps and (self.strategy, self.reduction) != ("ddp", "canonical"):
+            raise ValueError(
+                f"verify.every_steps={self.verify.every_steps} compares the bits of gradients, which need "
+                f'strategy="ddp" and reduction="canonical", but this run has strategy={self.strategy!r} and '
+                f"reduction={self.reduction!r}; use those, or remove it"
             )
         size = self.fsdp.shard_size
         if size is not None and (largest := self.max_workers // size * size) < self.min_workers <= self.max_workers:

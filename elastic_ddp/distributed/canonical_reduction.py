@@ -22,7 +22,7 @@ https://docs.pytorch.org/docs/stable/ddp_comm_hooks.html
 """
 
 # No `from __future__ import annotations`: DDP checks the hook's annotations as objects.
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
 from functools import partial
 
@@ -32,7 +32,10 @@ import torch.distributed as dist
 from elastic_ddp.distributed.process_group import ProcessGroup, all_gather_single
 from elastic_ddp.distributed.reduction_tree import Node, fold_in, fold_to_root, maximal_subtrees, with_rows
 from elastic_ddp.distributed.strategy import add_in_place, gradients_of, ignore, own_backward_error
+from elastic_ddp.tensors.digest import digest_tensors
 
+Record = Callable[[int, torch.Tensor], None]
+"""Gets a micro-batch, and the digests of its gradients, int64 of shape (parameters,)."""
 _MOVED = torch.empty(0)
 """Stands in a subtree's sum for a gradient that was moved into its bucket."""
 
@@ -71,6 +74,9 @@ class CanonicalReduction:
         self._may_be_unused = may_be_unused
         # On a stream of its own, waiting does not hold up the backward.
         self._enter_phase = enter_phase if self._stream is None else ignore
+        self._watched: Collection[int] = ()
+        self._record: Record = lambda micro_batch, digests: None
+        self._last_digests: dict[int, torch.Tensor] = {}  # of the last micro-batch, by the parameter's position
         self._means: list[tuple[list[torch.Tensor], torch.Tensor]] = []  # of each bucket, if parameters may be unused
 
     def begin(self, *, num_leaves: int, divisor: float) -> None:
@@ -83,11 +89,27 @@ class CanonicalReduction:
         self._gathers.clear()
         self._used.clear()
         self._means.clear()
+        self._last_digests.clear()
+        self._watched = ()
+
+    def watch(self, micro_batches: Collection[int], record: Record) -> None:
+        """Makes the step call `record` with each of these micro-batches of this rank, and the digests of its gradients.
+
+        They are taken of the gradient alone, one for each parameter.
+        """
+        self._watched, self._record = micro_batches, record
 
     def fold(self, micro_batch: int, loss: torch.Tensor, *, past_hooks: bool = False, is_zero: bool = False) -> None:
-        """Runs the backward of a micro-batch's weighted loss without DDP, and adds its gradients to the sums.
+        """Adds the gradients of a micro-batch's weighted loss to the sums. The arguments are as in `compute`."""
+        gradients = self.compute(loss, past_hooks=past_hooks, is_zero=is_zero)
+        if micro_batch in self._watched:
+            self._record(micro_batch, digest_tensors(gradients))
+        fold_in(self._sums, Node(0, micro_batch), gradients, add_in_place)
 
-        With `is_zero`, it adds zeros, whatever the gradients are.
+    def compute(self, loss: torch.Tensor, *, past_hooks: bool = False, is_zero: bool = False) -> list[torch.Tensor]:
+        """Runs a backward without DDP, and takes the gradients off the parameters.
+
+        With `is_zero`, they are zeros, whatever the backward returns.
 
         With `past_hooks`, DDP's hooks do not run. They would count the parameters that this backward uses as used by
         the synchronizing one. Reentrant activation checkpointing does not support this.
@@ -104,11 +126,10 @@ class CanonicalReduction:
         if self._may_be_unused:
             self._used.update(position for position, gradient in enumerate(gradients) if gradient is not None)
         # The gradient of an unused parameter is zeros. Left out, it would keep a -0.0 at some world sizes only.
-        filled = [
+        return [
             torch.zeros_like(parameter) if gradient is None or is_zero else gradient
             for parameter, gradient in zip(self._parameters, gradients, strict=True)
         ]
-        fold_in(self._sums, Node(0, micro_batch), filled, add_in_place)
 
     def expect(self, micro_batch: int | None, *, divides: bool = True, is_zero: bool = False) -> None:
         """Sets the micro-batch whose gradient the hook gets from the next backward. None: the hook ignores it.
@@ -147,6 +168,9 @@ class CanonicalReduction:
         if is_last:
             self._sums.clear()
             self._is_expected = False
+            if self._last_digests and self._last_micro_batch is not None:
+                in_order = [self._last_digests[position] for position in range(len(self._parameters))]
+                self._record(self._last_micro_batch, torch.stack(in_order))
         done: torch.futures.Future[torch.Tensor] = torch.futures.Future(
             devices=[buffer.device] if buffer.is_cuda else None
         )
@@ -196,6 +220,9 @@ class CanonicalReduction:
         if self._last_micro_batch is not None:
             if self._is_zero:
                 buffer.zero_()
+            if self._last_micro_batch in self._watched:
+                digests = zip(positions, digest_tensors(bucket.gradients()).unbind(), strict=True)
+                self._last_digests.update(digests)
             # The sum needs no memory of its own: one operand is the buffer.
             add = partial(torch.add, out=buffer)
             fold_in(sums, Node(0, self._last_micro_batch), buffer, add)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import numpy as np
@@ -12,12 +12,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from elastic_ddp import torch_internals
 from elastic_ddp.config.run_config import RunConfig
-from elastic_ddp.distributed.canonical_reduction import CanonicalReduction
+from elastic_ddp.distributed.canonical_reduction import CanonicalReduction, Record
 from elastic_ddp.distributed.comm_hooks import register_comm_hook
 from elastic_ddp.distributed.prepared_model import PreparedModel
 from elastic_ddp.distributed.process_group import ProcessGroup
 from elastic_ddp.distributed.strategy import Strategy, ignore, unused_parameters_error
 from elastic_ddp.errors import ConfigError
+from elastic_ddp.tensors.digest import digest_tensors
 
 
 class _DirectCall(torch.nn.Module):
@@ -75,7 +76,7 @@ class DDPStrategy(Strategy):
         if self._reduction is not None:
             self._reduction.begin(num_leaves=self.num_leaves, divisor=self.divisor)
 
-    def prepare_forward(self, micro_batch: int) -> None:
+    def prepare_forward(self, micro_batch: int | None) -> None:
         """Routes the forward of the last micro-batch through DDP, and all others through the user's model.
 
         With `no_sync` and a static graph, DDP would count their backwards as part of the one that reduces.
@@ -122,6 +123,21 @@ class DDPStrategy(Strategy):
             self._enter_phase("communication")
             self._reduction.drop_unused_gradients()
             self._enter_phase("backward")
+
+    def watch(self, micro_batches: Collection[int], record: Record) -> None:
+        assert self._reduction is not None, "only with the canonical reduction"
+        self._reduction.watch(micro_batches, record)
+
+    def compute_again(self, loss: torch.Tensor, micro_batch: int, weight: float | None = None) -> torch.Tensor:
+        assert self._reduction is not None, "only with the canonical reduction"
+        self.check_gradients()
+        factor = self._factor(micro_batch, weight)
+        gradients = self._reduction.compute(
+            loss if factor == 1.0 else loss * factor,
+            past_hooks=self._options.find_unused_parameters,
+            is_zero=not factor,
+        )
+        return digest_tensors(gradients)
 
     def gradient_norm(self) -> torch.Tensor:
         # DDP moves gradients to other places after the first step of a generation.

@@ -238,7 +238,7 @@ class FSDPStrategy(Strategy):
     def _accumulators(self) -> list[tuple[str, torch.Tensor]]:
         return [*self._trained.items(), *self._gathered.items()]
 
-    def prepare_forward(self, micro_batch: int) -> None:
+    def prepare_forward(self, micro_batch: int | None) -> None:
         self._model.use_replica(None)
 
     def backward(self, loss: torch.Tensor, micro_batch: int, weight: float | None = None) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
@@ -184,6 +184,11 @@ class Strategy(ABC):
                 "their own, and a LambdaLR whose function is 0 for it until then."
             )
 
+    @property
+    def trained(self) -> Mapping[str, torch.nn.Parameter]:
+        """The trained parameters by name."""
+        return self._trained
+
     def _accumulators(self) -> list[tuple[str, torch.Tensor]]:
         """Returns the tensors into whose `grad` backwards accumulate, with the names of their parameters."""
         return list(self._trained.items())
@@ -276,8 +281,8 @@ class Strategy(ABC):
         return 0
 
     @abstractmethod
-    def prepare_forward(self, micro_batch: int) -> None:
-        """Prepares the model. Called before the forward of each micro-batch."""
+    def prepare_forward(self, micro_batch: int | None) -> None:
+        """Prepares the model. Called before the forward of each micro-batch; None for one of another rank."""
 
     @abstractmethod
     def backward(self, loss: torch.Tensor, micro_batch: int, weight: float | None = None) -> None:
@@ -305,6 +310,14 @@ class Strategy(ABC):
             for hook in hooks:
                 hook.remove()
         self._enter_phase("backward")
+
+    def watch(self, micro_batches: Collection[int], record: Callable[[int, torch.Tensor], None]) -> None:
+        """Makes the step call `record` with each of these micro-batches, and digests of its gradient alone."""
+        raise NotImplementedError
+
+    def compute_again(self, loss: torch.Tensor, micro_batch: int, weight: float | None = None) -> torch.Tensor:
+        """Runs the backward of another rank's micro-batch, and returns the digests that its owner records."""
+        raise NotImplementedError
 
     def dummy_backward(self, loss: torch.Tensor) -> None:
         """Runs the backward of a dummy forward, after those of micro-batches."""

@@ -46,7 +46,7 @@ COUNTERS = {
     "failures_total": ("Failures by kind.", ("kind",)),
 }
 """Help and labels of each counter, without the label `run`."""
-FAILURES = ("worker", "connection", "start", "hang", "commit", "rendezvous", "run")
+FAILURES = ("worker", "connection", "start", "hang", "commit", "rendezvous", "corruption", "run")
 """Kinds of failures. A worker that hangs is one of kind `hang` and one of kind `worker`."""
 _FAILURES: dict[type[Event], str] = {
     events.NewcomerFailed: "start",
@@ -54,6 +54,7 @@ _FAILURES: dict[type[Event], str] = {
     events.HangDetected: "hang",
     events.CommitFailed: "commit",
     events.RendezvousRestarted: "rendezvous",
+    events.CorruptionFound: "corruption",
     events.RunFailed: "run",
 }
 """Events that are a failure, and its kind. A failed worker is counted once."""

@@ -177,6 +177,22 @@ class RunHandle:
             time.sleep(_POLL_S)
         return int(step)
 
+    def verify(self) -> str:
+        """Requests a verified step. Blocks until it is done.
+
+        Returns:
+            What differs between the ranks, and who is at fault; "" if all bits are equal. `verify.action` is done.
+
+        Raises:
+            ElasticDDPError: the run cannot be verified, or ended before the step.
+        """
+        request = self._call("verify")
+        if isinstance(request, str):
+            raise ElasticDDPError(f"run {self.name!r} cannot be verified: {request}")
+        while (found := self._call("verified", request)) is None:
+            time.sleep(_POLL_S)
+        return str(found)
+
     def stop(self) -> None:
         """Requests that the run commit and stop at the next step boundary, as Ctrl-C in its driver does.
 

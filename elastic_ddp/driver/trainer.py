@@ -338,6 +338,7 @@ class ElasticTrainer:
                 num_micro_batches=self.config.num_micro_batches,
                 even_micro_batches=self.config.even_micro_batches,
                 shard_size=self.config.shard_size,
+                can_verify=(self.config.strategy, self.config.reduction) == ("ddp", "canonical"),
                 max_failed_saves=self.config.checkpoint.max_failed_saves,
                 snapshot_folder=snapshot_folder,
                 last_commit=resume_from.step if resume_from is not None else None,

@@ -317,14 +317,14 @@ class Rendezvous:
             coordinator.apply_request()
             coordinator.notify_driver = True
 
-    async def drain(self, node: str, within_s: float) -> list[str]:
+    async def drain(self, node: str, within_s: float, by: str = "a person") -> list[str]:
         """Asks the workers of a node, given by its address or Ray's id, to leave within a number of seconds. Returns
         Ray's ids of the node; none if it has no worker of the run."""
         async with self._locked() as coordinator:
             members = coordinator.membership.known()
             node_ids = sorted({member.node_id for member in members if node in (member.node, member.node_id)})
             for node_id in node_ids:
-                coordinator.drain(node_id, within_s, "a person")
+                coordinator.drain(node_id, within_s, by)
             return node_ids
 
     async def undrain(self, node_id: str) -> None:
@@ -358,6 +358,26 @@ class Rendezvous:
             if state.fulfilled_requests < request and log.outcome is None:
                 await self._wait(self._for_members)
             return None if state.fulfilled_requests < request else coordinator.last_commit
+
+    async def verify(self) -> int | str:
+        """Asks for a verified step. Returns the number of the request, for `verified`, or why there is none."""
+        async with self._locked() as coordinator:
+            current = coordinator.membership.current
+            if not self._options.can_verify:
+                return 'only strategy = "ddp" with reduction = "canonical" has bits to compare'
+            if current is None or len(current.members) < 2:
+                return "a step is verified by two workers or more, and fewer train now"
+            coordinator.state.verify_requests += 1
+            coordinator.apply_request()
+            return coordinator.state.verify_requests
+
+    async def verified(self, request: int) -> str | None:
+        """Returns what the requested step found, "" if all bits were equal; None after a long poll without one."""
+        async with self._locked() as coordinator:
+            state = coordinator.state
+            if state.verified_requests < request and coordinator.event_log.outcome is None:
+                await self._wait(self._for_members)
+            return None if state.verified_requests < request else state.verified
 
     async def request_stacks(self) -> int:
         """Asks all workers for the stacks of their threads. Returns the number of the request, for `answers`."""

@@ -108,6 +108,11 @@ class RendezvousClient:
         """Number of a request to commit at the next step boundary; 0 for none."""
         return self._signals.commit
 
+    @property
+    def verify_requested(self) -> int:
+        """Number of a request for a verified step; 0 for none."""
+        return self._signals.verify
+
     def why_not_commit(self, generation: int) -> str | None:
         """Returns why this worker may not commit what it wrote in a generation; None if it may."""
         return cast("str | None", self._call_in_order(self._rendezvous.why_not_commit, self.member, generation))
@@ -115,6 +120,10 @@ class RendezvousClient:
     def leave(self, why: str, within_s: float) -> None:
         """Asks to leave the run at a step boundary, within a number of seconds."""
         self._call(self._rendezvous.leave, self.member, within_s, why)
+
+    def drain_node(self, within_s: float, by: str) -> None:
+        """Asks all workers of this node to leave within a number of seconds, and keeps new ones off it."""
+        self._call_in_order(self._rendezvous.drain, self.member.node_id, within_s, by)
 
     def record(self, event: Event) -> None:
         """Queues an event for the ledger, with the current time as `at` if it has none. Never blocks."""

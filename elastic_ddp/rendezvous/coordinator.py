@@ -152,6 +152,7 @@ class Coordinator:
             reconfigure=reconfigure,
             planned=self.planned_place_of(member.id) if reconfigure and membership.has_time(now_s, PREPARE_S) else None,
             commit=self.state.open_request,
+            verify=self.state.open_verify_request if is_current else 0,
             show_stacks=self.state.stacks_requests if is_current and self._stacks_requested_at is not None else 0,
         )
 
@@ -374,6 +375,9 @@ class Coordinator:
             case events.CommitSucceeded():
                 self._saver, self.state.failed_saves = "", 0
                 self.fulfill_requests(event.request or 0)
+            case events.StepVerified(request=request) | events.CorruptionFound(request=request) if request:
+                text = event.text if isinstance(event, events.CorruptionFound) else ""
+                self.state.verified_requests, self.state.verified = max(request, self.state.verified_requests), text
             case events.CommitFailed():
                 self._saver = ""
                 if event.counts and not has_failed:

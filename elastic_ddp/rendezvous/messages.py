@@ -41,6 +41,8 @@ class Signals:
     """The member's place in the next generation; None if it has none."""
     commit: int = 0
     """Number of a request to commit at the next step boundary; 0 for none."""
+    verify: int = 0
+    """Number of a request for a verified step; 0 for none."""
     show_stacks: int = 0
     """Number of a request to record the stacks of all threads; 0 for none."""
     requests: tuple[MemberRequest, ...] = ()
@@ -103,6 +105,8 @@ class RendezvousOptions:
     """Whether each worker must have the same number of them."""
     shard_size: int | None = None
     """A generation's size is a multiple of it; 0 for the number of workers on the node with the most, None for any."""
+    can_verify: bool = True
+    """Whether the run's gradients have bits that a verified step can compare."""
     max_failed_saves: int = 3
     """Number of consecutive saves that may fail, on any rank."""
     snapshot_folder: str | None = None

@@ -32,6 +32,12 @@ class State:
     """Number of commit requests so far."""
     fulfilled_requests: int = 0
     """Number of those that are fulfilled. A commit fulfills all requests made before it started."""
+    verify_requests: int = 0
+    """Number of requests for a verified step so far."""
+    verified_requests: int = 0
+    """Number of those that are answered, by `verified`."""
+    verified: str = ""
+    """What the newest requested step found."""
     restored: int = 0
     """The newest generation in which no member held a state, so that it started from the newest commit."""
     failed_saves: int = 0
@@ -50,6 +56,11 @@ class State:
     def open_request(self) -> int:
         """The newest commit request if it is not fulfilled yet, otherwise 0."""
         return self.requests if self.requests > self.fulfilled_requests else 0
+
+    @property
+    def open_verify_request(self) -> int:
+        """The newest request for a verified step if it is not answered yet, otherwise 0."""
+        return self.verify_requests if self.verify_requests > self.verified_requests else 0
 
 
 _STATE = TypeAdapter(State)

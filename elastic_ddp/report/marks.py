@@ -10,6 +10,7 @@ from elastic_ddp.formatting import duration, first_line, plural
 from elastic_ddp.telemetry.description import describe_status
 from elastic_ddp.telemetry.event import Event
 from elastic_ddp.telemetry.events import (
+    CorruptionFound,
     GenerationFormed,
     HangDetected,
     RunFailed,
@@ -21,7 +22,9 @@ from elastic_ddp.telemetry.events import (
 )
 from elastic_ddp.telemetry.sessions import Session
 
-Kind = Literal["joined", "failed", "drained", "left", "stopped", "run failed", "driver died", "resumed", "hang"]
+Kind = Literal[
+    "joined", "failed", "drained", "left", "stopped", "run failed", "driver died", "resumed", "hang", "corruption"
+]
 DRIVER_DIED = "the driver died: no event tells how its session ended"
 _MAX_NAMED = 3
 """For more workers, a mark has only their number."""
@@ -117,6 +120,8 @@ class _Marks:
                 self._remove(kind, event, event.member or str(event.seq), why)
             case HangDetected():
                 self._add("hang", event, f"hang: no worker made progress for {duration(event.seconds)}")
+            case CorruptionFound():
+                self._add("corruption", event, f"corruption: {first_line(event.text)}")
             case RunFailed():
                 self._add("run failed", event, f"the run failed: {first_line(event.error)}")
             case RunFinished():

@@ -22,6 +22,7 @@ MARKS: dict[Kind, tuple[str, str, str, str]] = {
     "driver died": ("driver died", "cross", "✚", "#d62728"),
     "resumed": ("resumed", "diamond", "◆", "#a05cc4"),
     "hang": ("hang", "star", "★", "#d62728"),
+    "corruption": ("corruption", "pentagon", "⬟", "#d62728"),
 }
 """Name, symbol, the symbol as a character, and color of each kind of mark."""
 _COMMIT_COLOR = "#7a8a2b"

@@ -46,6 +46,8 @@ def describe_event(event: Event, session: int | None = None) -> str | None:
             return f"[step {event.step}] commit skipped: the previous one is still being written"
         case events.CommitRejected():
             return f"commit {event.key} skipped: {event.reason}"
+        case events.CorruptionFound():
+            return f"[step {event.step}] corruption: {event.text}; verify.action is {event.action}"
         case events.StepSkipped():
             scale = "" if event.loss_scale is None else f"; the loss scale is now {float(event.loss_scale):g}"
             return f"[step {event.step}] update skipped: {event.reason}{scale}"

@@ -293,6 +293,34 @@ class Warned(Event, event="warning"):
     """The problem, and the setting that avoids it."""
 
 
+class StepVerified(AgreedEvent, event="verified"):
+    """In a verified step, all ranks computed the same bits. Rank 0 reports it."""
+
+    step: int
+    """Steps done after it."""
+    micro_batches: int
+    """Number of micro-batches that were computed again."""
+    request: int | None = None
+    """Number of the request that it answers; null for none."""
+
+
+class CorruptionFound(AgreedEvent, event="corruption"):
+    """In a verified step, ranks computed different bits. Rank 0 reports it."""
+
+    step: int
+    """Steps done before it."""
+    text: str
+    """What differs, and who is at fault."""
+    rank: int | None = None
+    """The rank at fault; null if nothing tells which of several ranks it is."""
+    suspects: list[int] = field(default_factory=list)
+    """The ranks that may be at fault, if it is not known."""
+    action: str = "warn"
+    """What the run does about it: `warn`, `drain`, `stop` or `rollback`."""
+    request: int | None = None
+    """Number of the request that it answers; null for none."""
+
+
 class WorkerFailed(GenerationEvent, event="worker_lost"):
     """A worker of the current generation has failed, or a connection between two of its workers broke."""
 

@@ -11,6 +11,7 @@ from elastic_ddp.telemetry.bottleneck import find_bottleneck
 from elastic_ddp.telemetry.event import PEER_FAILED, WORKER_FAILED, Event, last_of
 from elastic_ddp.telemetry.events import (
     CommitSucceeded,
+    CorruptionFound,
     EvaluationFinished,
     GenerationEnded,
     GenerationFormed,
@@ -22,6 +23,7 @@ from elastic_ddp.telemetry.events import (
     SessionStarted,
     StepsCompleted,
     StepSkipped,
+    StepVerified,
     WorkerFailed,
     WorkerLeft,
 )
@@ -48,6 +50,7 @@ def summarize(events: Iterable[Event], *, name: str | None = None, storage: str 
         `RunHandle.status`, and the number of those steps), memory_bytes (peak of GPU memory of any rank),
         commit_interval_s (the newest automatic choice), restarts (generations that formed after a failure),
         skipped_steps (steps that did not change the weights, see `on_nonfinite`),
+        verified_step (steps done in the last verified step), corruptions (how often ranks computed different bits),
         workers_lost (workers that failed in a generation), workers_drained (workers that left because their node or
         process was to stop), generations (each with its `stalls` and the number of its session, from 1),
         scaling (throughput at each world size, see `scaling`),
@@ -66,6 +69,8 @@ def summarize(events: Iterable[Event], *, name: str | None = None, storage: str 
         "workers_lost": len({event.member for event in events if isinstance(event, WorkerFailed)} - {None}),
         "workers_drained": sum(isinstance(event, WorkerLeft) and event.kind == "drain" for event in events),
         "skipped_steps": len({event.step for event in events if isinstance(event, StepSkipped)}),
+        "verified_step": max((event.step for event in events if isinstance(event, StepVerified)), default=None),
+        "corruptions": sum(isinstance(event, CorruptionFound) for event in events),
         "commits": len({commit.step for commit in commits}),
         "commit_interval_s": commits[-1].interval_s if commits else None,
         "generations": generations,

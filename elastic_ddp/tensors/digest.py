@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
 
 import torch
 
@@ -14,28 +15,44 @@ _ROWS = {"cpu": 1}
 """Rows that are added up at once, by the type of the device."""
 
 
-@torch.no_grad()
 def digest_bits(tensor: torch.Tensor) -> int:
     """Returns the sum of a dense tensor's bits as words of 8 bytes, each times a weight of its place, modulo 2**64.
 
     Equal tensors have equal digests, also on different devices. Others do only by chance: the weights are odd, so a
     change of one word always changes the digest.
     """
+    return int(_digest(tensor))
+
+
+def digest_tensors(tensors: Iterable[torch.Tensor | None]) -> torch.Tensor:
+    """Returns the `digest_bits` of each, int64 of shape (tensors,), without a wait for the device.
+
+    None has that of zeros. The order of elements in memory does not matter.
+    """
+    digests = [torch.zeros((), dtype=torch.int64) if each is None else _digest(each) for each in tensors]
+    devices = {digest.device for digest in digests} - {torch.device("cpu")}
+    device = devices.pop() if devices else torch.device("cpu")
+    return torch.stack([digest.to(device) for digest in digests]) if digests else torch.zeros(0, dtype=torch.int64)
+
+
+@torch.no_grad()
+def _digest(tensor: torch.Tensor) -> torch.Tensor:
     content = ravel(tensor).view(torch.uint8)
     if content.storage_offset() % 8:
         content = content.clone()
     size, num_rows = 8 * _WORDS, len(content) // (8 * _WORDS)
-    rest = torch.zeros(size, dtype=torch.uint8, device=content.device)
-    rest[: len(content) - num_rows * size] = content[num_rows * size :]
+    num_left = len(content) - num_rows * size
+    rest = torch.zeros(-(-num_left // 8) * 8, dtype=torch.uint8, device=content.device)
+    rest[:num_left] = content[num_rows * size :]
     weights = _weights(content.device)
-    total = (rest.view(torch.int64) * weights).sum() * (2 * num_rows + 1)
+    total = (rest.view(torch.int64) * weights[: len(rest) // 8]).sum() * (2 * num_rows + 1)
     rows = content[: num_rows * size].view(torch.int64).view(num_rows, _WORDS)
     first = 0
     for part in rows.split(_ROWS.get(content.device.type, 64)):
         factors = torch.arange(first, first + len(part), device=content.device) * 2 + 1
         total += ((part * weights).sum(dim=1) * factors).sum()
         first += len(part)
-    return int(total)
+    return total
 
 
 @functools.lru_cache(maxsize=2)

@@ -17,6 +17,7 @@ from elastic_ddp.checkpoint.saver import RankFailedError, is_of_storage
 from elastic_ddp.checkpoint.store import SupersededError
 from elastic_ddp.distributed.store import StoreConnection, StoreMailbox
 from elastic_ddp.errors import (
+    CheckpointError,
     DriverReplacedError,
     PeerFailedError,
     ReplicasDifferError,
@@ -72,6 +73,7 @@ class Checkpointer:
     Attributes:
         metrics: the newest values, for the next commit that is begun.
         worked_s: returns for how many seconds the storage has worked for this worker.
+        verified_step: steps done in the last verified step, in which all ranks computed the same bits; None if none is.
         durable_step: steps done in the newest commit that this worker completed since the training function started.
     """
 
@@ -82,6 +84,7 @@ class Checkpointer:
             settings, job.total_steps, lambda: client.commit_requested, steps_per_epoch=job.shape.steps_per_epoch
         )
         self.metrics = Metrics()
+        self.verified_step: int | None = None
         self.durable_step: int | None = None
         self._storage = RetryingStorage((job.debugged or job.storage).at(COMMITS))
         self.worked_s = self._storage.worked_s
@@ -206,6 +209,7 @@ class Checkpointer:
             "data": self._job.data_fingerprint,
             "identity": self._job.identity(),
             "versions": versions(),
+            **({} if self.verified_step is None else {"verified_step": self.verified_step}),
             **self.metrics.to_record(),
             **self.schedule.to_record(),
         }
@@ -343,10 +347,24 @@ class Checkpointer:
             return None
         commit, state = restored
         self.metrics.restore(commit.record)
+        self.verified_step = commit.record.get("verified_step")
         self.schedule.resume(commit.step, commit.record, after_failure=group.assignment.reason == WORKER_FAILED)
         if group.rank == 0:
             self._client.record(Resumed(step=commit.step))
         return state
+
+    def roll_back(self, generation: int) -> None:
+        """Sets aside the commits made after the last verified step, so that a restore takes an older one.
+
+        One rank calls it, before all ranks restart. A save that still runs cannot commit after that.
+        """
+        catalog, verified = CommitCatalog(self._storage, self._record_rejected), self.verified_step or 0
+        for commit in catalog.manifests():
+            if commit.step <= verified:
+                break
+            reason = f"a worker computed wrong values, and the last verified step before it is {verified}"
+            catalog.reject(commit.key, commit.attempt, CheckpointError(reason))
+        catalog.set_aside_rejected(partial(self._check_may_commit, generation))
 
     def _record_rejected(self, key: str, reason: str) -> None:
         self._client.record(CommitRejected(key=key, reason=reason))

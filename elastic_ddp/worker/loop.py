@@ -5,20 +5,31 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from elastic_ddp.distributed.process_group import is_peer_failure
-from elastic_ddp.errors import CheckpointError, ConfigError, ReplicasDifferError, format_exception
+from elastic_ddp.errors import (
+    CheckpointError,
+    ConfigError,
+    CorruptionError,
+    PeerFailedError,
+    ReplicasDifferError,
+    WorkerAtFaultError,
+    format_exception,
+)
 from elastic_ddp.rendezvous.client import RendezvousClient, RunStopped
 from elastic_ddp.rendezvous.hang import STORING
 from elastic_ddp.seeding import seed_all
 from elastic_ddp.telemetry.event import MEMBERSHIP_CHANGED, STEP_REPEATS
 from elastic_ddp.telemetry.events import (
+    CorruptionFound,
     EvaluationFinished,
     EvaluationStarted,
     FirstStep,
     StepsCompleted,
     StepSkipped,
+    StepVerified,
     Warned,
 )
 from elastic_ddp.telemetry.phases import combine
@@ -33,6 +44,8 @@ from elastic_ddp.worker.profiling import MEMBERSHIP_CHANGES, StepProfiler
 from elastic_ddp.worker.state_checks import warn_about_batch_norm, warn_about_mirrors, warn_about_schedulers
 from elastic_ddp.worker.step import Step
 from elastic_ddp.worker.train_state import TrainState
+from elastic_ddp.worker.verdict import Verdict
+from elastic_ddp.worker.verification import Dispute, Verification
 from elastic_ddp.worker.warmup_step import WarmupStep
 
 if TYPE_CHECKING:
@@ -42,6 +55,18 @@ _OF_DETAIL = (
     "TORCH_DISTRIBUTED_DEBUG=DETAIL acts as INFO: with DETAIL, torch's DDP crashes on gloo, and process groups have no "
     "timeouts. Ranks at different places of the program end a run without it, with an error that names the places."
 )
+
+
+class _LastStep(NamedTuple):
+    """What decides whether the next step is verified. Without the step, which would keep its process group alive."""
+
+    generation: int = 0
+    dispute: Dispute | None = None
+    request: int = 0
+    """Number of the request for a verified step that the next one answers; 0 for none."""
+
+
+_NO_STEP = _LastStep()
 
 
 class Loop:
@@ -56,6 +81,7 @@ class Loop:
         self._step: Step | None = None
         self._warmup: WarmupStep | None = None
         self._mirror_warning: str | None = None
+        self._last = _NO_STEP
 
     @property
     def has_begun(self) -> bool:
@@ -81,7 +107,7 @@ class Loop:
         self.profiler.interrupt(MEMBERSHIP_CHANGES)
         self.membership.shut_down(save_within_s=math.inf)
         self.checkpointer.restart()
-        self.state, self._step, self._warmup = self._new_state(), None, None
+        self.state, self._step, self._warmup, self._last = self._new_state(), None, None, _NO_STEP
         self.membership.restart(self.state)
 
     def _new_state(self) -> TrainState:
@@ -116,9 +142,15 @@ class Loop:
             self.client.activity.begin(f"the code before step {index}", is_users=True)
             seed_all(self.job.config.seed, index, "begin")
             rows, epoch, is_logged = shape.rows(index), shape.epoch_of(index), self._is_logged(index)
-            self._step = Step(generation, rows, epoch, self._votes, is_logged=is_logged)
+            request, options = self._verification_of(generation, index)
+            self._step = Step(generation, rows, epoch, self._votes, is_logged=is_logged, **options)
             yield self._step
             step, self._step = self._step, None
+            voted = 0 if step.agreed is None else step.agreed.votes["verify"]
+            self._last = _LastStep(generation.number, step.dispute, voted if step.dispute is None else request)
+            if step.dispute is not None:
+                membership.leave(intact=True, reason=STEP_REPEATS)
+                continue
             if step.agreed is None and step.failure is None:
                 raise ConfigError(f"step {step.index} was skipped. Run every step, in `with step`.")
             failure = step.failure or self._end_step(step)
@@ -128,6 +160,68 @@ class Loop:
             membership.failures.record(step.index, f"step {step.index}", failure)
             if membership.generation is generation or self.state.is_torn:  # not if an evaluation has joined another one
                 membership.peer_failed(failure, in_step=True)
+
+    def _verification_of(self, generation: Generation, index: int) -> tuple[int, dict[str, Any]]:
+        """Returns what a step needs to be verified, nothing for other steps, and which request it answers.
+
+        All ranks decide alike.
+
+        The first step of a run and the first one after workers have joined are verified, too: another device may
+        compute other bits. So is the step after one in which rank 0 voted for it.
+        """
+        config, place, number = self.job.config, generation.group.assignment, generation.number
+        last, self._last, every = self._last, _NO_STEP, config.verify.every_steps
+        dispute = last.dispute if place.same_members else None
+        request = last.request if dispute is not None or last.generation == number else 0
+        is_first = bool(place.receivers) and last.generation != number
+        is_due = bool(every and ((index + 1) % every == 0 or is_first)) or dispute is not None or request
+        has_bits = (config.strategy, config.reduction) == ("ddp", "canonical")
+        # With fp16, the weights of the run's first micro-batch decide what all losses are divided by.
+        if not is_due or not has_bits or self.world_size == 1 or (self.state.loss_scale is not None and index == 0):
+            return 0, {}
+
+        def begin(generation: Generation) -> Verification:
+            count = (index + 1) // every if every else index
+            return Verification.begin(generation.group, generation.strategy, self.client.member.node, count, dispute)
+
+        act_on = partial(self._act_on, generation, index, request or None)
+        return request, {"begin_verification": begin, "act_on": act_on}
+
+    def _act_on(
+        self, generation: Generation, index: int, request: int | None, verdict: Verdict, num_checks: int
+    ) -> None:
+        """Reports the verdict on a step, before the step changes anything, and does what `verify.action` says."""
+        action, record = self.job.config.verify.action, self.membership.agreed_events.record
+        if verdict.is_clean:
+            self.checkpointer.verified_step = index + 1
+            done = StepVerified(generation=generation.number, step=index + 1, micro_batches=num_checks, request=request)
+            return record(done, is_rank_0=self.rank == 0)
+        found = CorruptionFound(
+            generation=generation.number,
+            step=index,
+            text=verdict.text,
+            rank=verdict.at_fault,
+            suspects=list(verdict.suspects),
+            action=action,
+            request=request,
+        )
+        record(found, is_rank_0=self.rank == 0)
+        if action == "warn":
+            return
+        if action == "stop" or verdict.at_fault is None:
+            raise CorruptionError(
+                f"step {index}: {verdict.text}. The step was not applied. Test the devices, and run the same command "
+                'again without a faulty node. verify.action = "warn" goes on.'
+            )
+        if verdict.at_fault == self.rank:
+            if generation.group.assignment.num_nodes > 1:
+                self.client.drain_node(self.job.config.drain_deadline_s, "verify")
+            raise WorkerAtFaultError(verdict.text)
+        if action == "rollback":
+            if self.rank == (0 if verdict.at_fault else 1):
+                self.checkpointer.roll_back(generation.number)
+            self.state.is_torn = True  # so that the ranks restart from a commit
+        raise PeerFailedError(f"{verdict.text}, and leaves")
 
     def _warn(self) -> None:
         """Rank 0 reports problems that it expects later in the run, most in the first generation of the session."""
@@ -158,6 +252,7 @@ class Loop:
         if self.rank == 0:
             votes["commit"] = self.checkpointer.schedule.should_commit(steps_done)
             votes["stop"] = self.client.stop_requested
+            votes["verify"] = self.client.verify_requested
         return votes
 
     def _end_step(self, step: Step, *, more_steps: bool = True) -> str | None:

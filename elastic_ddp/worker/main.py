@@ -26,6 +26,7 @@ from elastic_ddp.errors import (
     DataError,
     ElasticDDPError,
     TrainFunctionError,
+    WorkerAtFaultError,
     WorkersFailedError,
     format_exception,
     text_of,
@@ -209,6 +210,8 @@ def _end_of(error: BaseException, loop: Loop) -> tuple[Outcome | None, str | Non
     advice = _advice(error, loop)
     if not advice and loop.world_size != 1 and is_peer_failure(error):
         return None, f"the training function raised the failure of another worker: {format_exception(error)}"
+    if isinstance(error, WorkerAtFaultError):
+        return None, f"this worker computes wrong values: {error}"
     if not advice and isinstance(error, _RAY_ERRORS):
         return None, f"Ray failed on this node: {format_exception(error)}"
     outcome = {"status": "failed", **(loop.progress() if loop.membership.holds_state else {})}

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from elastic_ddp.data.micro_batches import MicroBatch
 from elastic_ddp.distributed.host_number import to_host
 from elastic_ddp.distributed.process_group import is_peer_failure
 from elastic_ddp.distributed.row_gather import RowGather
@@ -25,9 +26,10 @@ from elastic_ddp.seeding import seed_all
 from elastic_ddp.worker.logged_values import LoggedValues, Means
 from elastic_ddp.worker.loss_weight import check_weight, unit_of
 from elastic_ddp.worker.nonfinite import reason_to_skip, rows_of
+from elastic_ddp.worker.verdict import Verdict
+from elastic_ddp.worker.verification import Dispute, StepDisputedError, Verification
 
 if TYPE_CHECKING:
-    from elastic_ddp.data.micro_batches import MicroBatch
     from elastic_ddp.worker.generation import Generation
 
 
@@ -62,8 +64,13 @@ class Step:
         votes: Callable[[], dict[str, int]],
         *,
         is_logged: bool = False,
+        begin_verification: Callable[[Generation], Verification] | None = None,
+        act_on: Callable[[Verdict, int], None] = lambda verdict, num_checks: None,
     ) -> None:
         self.generation = generation
+        self._begin_verification, self._act_on = begin_verification, act_on
+        self.verification: Verification | None = None  # set in the block of a verified step
+        self._checked: int | None = None  # the micro-batch of another rank that this one computes now
         self._state = generation.state
         self._activity = generation.activity
         self._control = ControlExchange(rows)
@@ -84,6 +91,7 @@ class Step:
         self.agreed: Agreement | None = None  # set when the step is done
         self.skip_reason: str | None = None
         self.phases: list[dict[str, Any]] = []  # what all ranks measured since the last logged step
+        self.dispute: Dispute | None = None  # why the step is repeated, if it was verified
         self.failure: str | None = None  # how a worker failed in this step, which is then repeated
 
     def __enter__(self) -> Step:
@@ -94,6 +102,8 @@ class Step:
             self.generation.strategy.clear_gradients()
             self.generation.buffers.begin(self.generation.strategy.modules)
             self.generation.parameters.begin(self.generation.strategy.parameters)
+            if self._begin_verification is not None:
+                self.verification = self._begin_verification(self.generation)
             self._has_begun = True
         return self
 
@@ -107,6 +117,8 @@ class Step:
         if error is None or isinstance(error, Exception):
             error = first_error or error
         was_changing, self._state.is_changing = self._state.is_changing, False
+        if isinstance(error, StepDisputedError):
+            self.dispute = error.dispute
         if error is not None and is_peer_failure(error):
             self.failure = format_exception(error)
             self._activity.failed_at(frames_of_error(error.__traceback__))
@@ -171,6 +183,10 @@ class Step:
         for batch in self._feed:
             if batch.index not in to_compute:
                 continue
+            if self.verification is not None:
+                self.verification.keep(batch.index, batch.rows)
+                if batch.index == to_compute[-1]:
+                    yield from self._micro_batches_of_others(self.verification)
             num_copies = num_dummies if batch.index == to_compute[-1] else 0
             copies = [copy.deepcopy(batch.rows) for _ in range(num_copies)]  # the training function may change a batch
             yield from self._micro_batch(batch, batch.rows)
@@ -181,6 +197,14 @@ class Step:
         self._activity.enter("between steps")  # the user's code up to `optimize`
         self._current, self._is_dummy = None, False
 
+    def _micro_batches_of_others(self, verification: Verification) -> Iterator[Any]:
+        """Yields what a verified step computes again. It takes part in nothing else."""
+        self._activity.enter("collective")
+        for micro_batch, rows in verification.exchange():
+            self._checked = micro_batch
+            yield from self._micro_batch(MicroBatch(micro_batch, rows, _NO_IDS), rows, is_dummy=True)
+            self._checked = None
+
     def _micro_batch(self, batch: MicroBatch, rows: Any, *, is_dummy: bool = False) -> Iterator[Any]:
         """Yields the rows of a micro-batch and checks that `backward` was called for them."""
         strategy = self.generation.strategy
@@ -189,7 +213,7 @@ class Step:
         if not is_dummy:
             self._records[batch.index] = record
         self._activity.enter("forward")
-        strategy.prepare_forward(batch.index)
+        strategy.prepare_forward(batch.index if self._checked is None else None)
         seed_all(self.generation.seed, self.index, batch.index)
         yield rows
         self._raise_first_error()
@@ -225,7 +249,22 @@ class Step:
             weight = None if weight is None else check_weight("step.backward", weight)
             self._backward(loss, self._current, self._record, weight)
 
+    def _compute_again(self, loss: torch.Tensor, verification: Verification, weight: float | None) -> None:
+        """Runs the backward of another rank's micro-batch, with what its owner does to the loss."""
+        assert self._checked is not None and self._record is not None
+        generation = self.generation
+        self._activity.enter("backward")
+        unit = generation.unit_of_weights(self.index, weight, 1.0 if weight is None else weight, is_last=False)
+        divided = None if weight is None else weight / unit
+        scale = self._state.loss_scale.scale if self._state.loss_scale is not None else 1.0
+        scaled = loss if scale == 1.0 else loss * scale
+        verification.record(self._checked, generation.strategy.compute_again(scaled, self._checked, divided))
+        generation.buffers.end_micro_batch(self._checked, None)
+        self._record.loss = loss.detach()
+
     def _backward(self, loss: torch.Tensor, micro_batch: int, record: MicroBatchRecord, weight: float | None) -> None:
+        if self._checked is not None and self.verification is not None:
+            return self._compute_again(loss, self.verification, weight)
         self._num_left -= 1
         generation, is_last = self.generation, not self._num_left
         largest = 1.0 if weight is None else max(weight, *(each.weight or 0.0 for each in self._records.values()))
@@ -363,6 +402,9 @@ class Step:
             self.phases = self._logged.gather(generation.group, rows, strategy.ranges, generation.phases.take())
         total_norm = generation.group.synchronize(norm)  # the only wait for the end of the backward
         self.skip_reason = self._find_reason_to_skip(agreed, total_norm)
+        if self.verification is not None:
+            verdict = self.verification.conclude(state.replicated(), list(strategy.trained))
+            self._act_on(verdict, len(self.verification.checks))
         if not self.skipped:
             generation.mirror_gradients()
         with state.in_doubt(None if self.skipped else self._step_optimizers):
@@ -423,5 +465,6 @@ class Step:
         return self._logged.means
 
 
+_NO_IDS = np.zeros(0, dtype=np.int64)
 _NO_LOSS = torch.tensor(float("nan"))
 """The loss of a micro-batch before its backward."""

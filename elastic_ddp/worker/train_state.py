@@ -275,6 +275,12 @@ class TrainState:
             **({} if self.loss_scale is None else {"loss_scale": asdict(self.loss_scale)}),
         }
 
+    def replicated(self) -> dict[str, torch.Tensor]:
+        """Returns parameters, buffers, and the state of the optimizers, which all ranks hold alike without shards."""
+        optimizers = {str(index): optimizer.state_dict()["state"] for index, optimizer in enumerate(self.optimizers)}
+        tensors = {**dict(self.module.named_parameters()), **dict(self.module.named_buffers())}
+        return {name: tensor.detach() for name, tensor in {**tensors, **flatten({"optimizer": optimizers})[1]}.items()}
+
     def mirror_bytes(self) -> int:
         """Returns how much memory a mirror of this rank's shard takes: values, gradients, and optimizer state."""
         parameters = [local_part(parameter).nbytes for parameter in self.module.parameters()]

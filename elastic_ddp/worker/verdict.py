@@ -1,0 +1,159 @@
+"""Who is at fault if ranks compute different bits: a judgement of digests, without torch and without processes.
+
+In a verified step each rank computes a micro-batch of another rank again. The gradient of a micro-batch has the same
+bits on every rank, so one comparison finds a rank that computed a wrong value. If two differ, the step is repeated, and
+all ranks compute that micro-batch several times: the one with which no other rank agrees is at fault. A rank whose
+state differs from that of all others is at fault, too.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+Digests = tuple[int, ...]
+"""Of the gradient of each trained parameter, in the model's order, for one micro-batch computed once."""
+REPEATS = 3
+"""How often each rank computes a disputed micro-batch."""
+MAX_DISPUTED = 2
+"""Disputed micro-batches that a repeated step computes. A rank at fault is in at most two pairs."""
+
+
+@dataclass(frozen=True)
+class Check:
+    """A micro-batch that ranks compute besides its owner."""
+
+    micro_batch: int
+    owner: int
+    checkers: tuple[int, ...]
+    repeats: int = 1
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the ranks of a verified step conclude. All fields are empty if all bits are equal."""
+
+    disputed: tuple[Check, ...] = ()
+    """What all ranks must compute again to know who is at fault. The step is repeated."""
+    at_fault: int | None = None
+    suspects: tuple[int, ...] = ()
+    """Two ranks that differ, with no third one to tell which is right; or ranks that differ from themselves."""
+    text: str = ""
+
+    @property
+    def is_clean(self) -> bool:
+        return not (self.disputed or self.text)
+
+
+@dataclass
+class Report:
+    """What one rank found in a verified step."""
+
+    digests: dict[int, list[Digests]] = field(default_factory=dict)
+    """By micro-batch, each time that the rank computed it."""
+    state: str = ""
+    """Of parameters, buffers and optimizer state, as the step began."""
+    node: str = ""
+    """The address of the rank's node."""
+    machine: str = ""
+    """What may differ between nodes: the device and the version of torch."""
+
+
+def plan_checks(number: int, owned: Sequence[Sequence[int]], offset: int) -> tuple[Check, ...]:
+    """Returns the checks of a verified step: each rank computes one micro-batch of another one.
+
+    Args:
+        number: how many verified steps there were before. Pairs and micro-batches move with it.
+        owned: the micro-batches with rows of each rank.
+        offset: how many ranks after a rank one on another node comes.
+    """
+    world_size = len(owned)
+    if world_size < 2:
+        return ()
+    shift = 1 + (offset - 1 + number) % (world_size - 1)
+    return tuple(
+        Check(own[number // max(1, world_size - 1) % len(own)], owner, ((owner + shift) % world_size,))
+        for owner, own in enumerate(owned)
+        if own
+    )
+
+
+def judge(
+    checks: Sequence[Check],
+    reports: Sequence[Report],
+    former: Mapping[int, Mapping[int, Digests]],
+    names: Sequence[str],
+) -> Verdict:
+    """Returns the verdict on a step from the reports of all ranks.
+
+    Args:
+        checks: those of the step.
+        reports: of each rank.
+        former: if the step is repeated because of disputed micro-batches, the digests that ranks had then.
+        names: of the parameters, in the order of `Digests`.
+    """
+    verdict = _judge_states([report.state for report in reports])
+    if verdict.text or not former:
+        disputed = tuple(check for check in checks if len(_values(check, reports)) > 1)[:MAX_DISPUTED]
+        if verdict.text or not disputed:
+            return verdict
+        everyone = tuple(range(len(reports)))
+        return Verdict(tuple(Check(check.micro_batch, check.owner, everyone, REPEATS) for check in disputed))
+    verdicts = [_judge_dispute(check, reports, former[check.micro_batch], names) for check in checks]
+    return next((each for each in verdicts if each.at_fault is not None), verdicts[0])
+
+
+def _values(check: Check, reports: Sequence[Report]) -> set[Digests]:
+    return {value for report in reports for value in report.digests.get(check.micro_batch, ())}
+
+
+def _judge_states(states: Sequence[str]) -> Verdict:
+    counts = Counter(states)
+    if len(counts) == 1:
+        return Verdict()
+    common, most = counts.most_common(1)[0]
+    others = tuple(rank for rank, state in enumerate(states) if state != common)
+    if most == len(states) - 1 > 1:
+        text = f"parameters, buffers or optimizer state of rank {others[0]} differ from those of all other ranks"
+        return Verdict(at_fault=others[0], text=text)
+    suspects = tuple(range(len(states)))
+    text = f"ranks {list(suspects)} hold different parameters, buffers or optimizer state"
+    return Verdict(suspects=suspects, text=text)
+
+
+def _judge_dispute(
+    check: Check, reports: Sequence[Report], former: Mapping[int, Digests], names: Sequence[str]
+) -> Verdict:
+    """Judges a micro-batch that all ranks have computed again."""
+    what = f"the gradient of micro-batch {check.micro_batch}"
+    found = [report.digests[check.micro_batch] for report in reports]
+    unsteady = tuple(rank for rank, values in enumerate(found) if len(set(values)) > 1)
+    steady = Counter(values[0] for values in found if len(set(values)) == 1)
+    common, most = steady.most_common(1)[0] if steady else ((), 0)
+    wrong = tuple(rank for rank, values in enumerate(found) if set(values) != {common})
+    differing = next((value for values in found for value in values if value != common), common)
+    if not wrong:  # it went away, but the ranks remember who had which bits
+        differing = next(value for value in former.values() if value != common)
+        where = _first_difference(common, differing, names)
+        once = tuple(rank for rank, value in former.items() if value != common)
+        if len(once) == 1:
+            return Verdict(at_fault=once[0], text=f"rank {once[0]} computed wrong bits once, in {what}, {where}")
+        return Verdict(suspects=once, text=f"ranks {list(once)} computed other bits, in {what}, {where}, and only once")
+    where = _first_difference(common, differing, names)
+    if len(wrong) == 1 and most == len(found) - 1 and (most > 1 or unsteady == wrong):
+        times = "each time another" if unsteady else "each time"
+        return Verdict(at_fault=wrong[0], text=f"rank {wrong[0]} computes wrong bits, {times}, in {what}, {where}")
+    if len(found) == 2 and not unsteady:
+        return Verdict(suspects=(0, 1), text=f"ranks 0 and 1 compute different bits in {what}, {where}")
+    return Verdict(
+        suspects=wrong,
+        text=f"most ranks compute different bits in {what}, {where}. The job may be nondeterministic: an operation "
+        "with warn_only, a kernel of your own, or code that depends on the rank or the time",
+    )
+
+
+def _first_difference(one: Digests, other: Digests, names: Sequence[str]) -> str:
+    """Returns which parameter differs first in the backward, which goes from the last one to the first."""
+    differing = [name for name, a, b in zip(names, one, other, strict=True) if a != b] if one and other else []
+    return f"first in {differing[-1]} of {len(differing)} parameters" if differing else "in all parameters"

@@ -1,0 +1,166 @@
+"""`Verification`: a verified step on one rank. It computes micro-batches of other ranks again, and compares bits."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from elastic_ddp.data.micro_batches import map_tensors
+from elastic_ddp.data.packing import dump, load
+from elastic_ddp.errors import PeerFailedError
+from elastic_ddp.tensors.digest import digest_tensors
+from elastic_ddp.worker.verdict import Check, Digests, Report, Verdict, judge, plan_checks
+
+if TYPE_CHECKING:
+    from elastic_ddp.distributed.process_group import ProcessGroup
+    from elastic_ddp.distributed.strategy import Strategy
+
+_FIRST_TAG = 1 << 20
+"""Tags of messages are this and the number of the micro-batch."""
+
+
+@dataclass(frozen=True)
+class Dispute:
+    """What a repeated step computes to find out who is at fault."""
+
+    checks: tuple[Check, ...]
+    former: Mapping[int, Mapping[int, Digests]]
+    """The digests of each disputed micro-batch, by rank."""
+
+
+class StepDisputedError(PeerFailedError):
+    """Ranks computed different bits in a verified step, which is repeated. Internal."""
+
+    def __init__(self, dispute: Dispute) -> None:
+        super().__init__(f"ranks computed different bits in micro-batches {sorted(dispute.former)}")
+        self.dispute = dispute
+
+
+@dataclass
+class Verification:
+    """What one rank computes and finds in a verified step, which needs `reduction = "canonical"` and several ranks.
+
+    Call `keep` for each micro-batch of this rank, `exchange` before the last of them, `record` for what this rank
+    computes for others, and `conclude` when all gradients are reduced and nothing has changed yet.
+
+    Attributes:
+        checks: what is compared.
+        dispute: set if the step is repeated to find out who is at fault.
+    """
+
+    group: ProcessGroup
+    strategy: Strategy
+    node: str
+    checks: tuple[Check, ...]
+    dispute: Dispute | None = None
+    _digests: dict[int, list[torch.Tensor]] = field(default_factory=dict)
+    _kept: dict[int, tuple[list[int], np.ndarray]] = field(default_factory=dict)
+    """Of micro-batches that others compute again, the sizes of the parts of `packing.dump`, and the parts in a row."""
+
+    @classmethod
+    def begin(
+        cls, group: ProcessGroup, strategy: Strategy, node: str, number: int, dispute: Dispute | None
+    ) -> Verification:
+        """Begins a verified step, after `Strategy.begin_step`; `number` counts verified steps."""
+        owned = [[m for m in owned if m < strategy.num_leaves] for owned in strategy.ranges]
+        offset = group.assignment.mirror_offset
+        checks = plan_checks(number, owned, offset) if dispute is None else dispute.checks
+        verification = cls(group, strategy, node, checks, dispute)
+        own = [check.micro_batch for check in checks if check.owner == group.rank]
+        strategy.watch(own, verification.record)
+        return verification
+
+    def keep(self, micro_batch: int, rows: Any) -> None:
+        """Copies the rows of a micro-batch of this rank, before the training function can change them."""
+        if any(check.micro_batch == micro_batch and check.owner == self.group.rank for check in self.checks):
+            parts = dump(map_tensors(torch.Tensor.cpu, rows, lambda value: value.to("cpu")))
+            self._kept[micro_batch] = [len(part) for part in parts], np.concatenate(parts)
+
+    def exchange(self) -> Iterator[tuple[int, Any]]:
+        """Yields the micro-batches of others that this rank computes, and their rows. Collective."""
+        group, rank, device = self.group, self.group.rank, self.group.device
+        own = json.dumps({micro_batch: sizes for micro_batch, (sizes, _) in self._kept.items()}).encode()
+        sizes_of = {int(m): sizes for each in group.all_gather_bytes(own) for m, sizes in json.loads(each).items()}
+        contents = {micro_batch: content for micro_batch, (_, content) in self._kept.items()}
+        messages = []
+        for check in self.checks:
+            tag = _FIRST_TAG + check.micro_batch
+            others = [other for other in check.checkers if other != check.owner]
+            if rank == check.owner:
+                content = torch.from_numpy(contents[check.micro_batch])
+                messages += [group.begin_send(content, other, tag) for other in others]
+            elif rank in others:
+                content = torch.empty(sum(sizes_of[check.micro_batch]), dtype=torch.uint8, device="cpu")
+                contents[check.micro_batch] = content.numpy()
+                messages.append(group.begin_receive(content, check.owner, tag))
+        group.finish(messages)
+        for check in self.checks:
+            for _ in range(check.repeats if rank in check.checkers else 0):
+                ends = np.cumsum(sizes_of[check.micro_batch])[:-1]
+                # A copy, because the training function may change it.
+                rows = load(np.split(contents[check.micro_batch].copy(), ends))
+                to_device = partial(_to, device)
+                yield check.micro_batch, map_tensors(to_device, rows, to_device)
+
+    def record(self, micro_batch: int, digests: torch.Tensor) -> None:
+        """Records the digests of a micro-batch's gradient, of each trained parameter."""
+        self._digests.setdefault(micro_batch, []).append(digests)
+
+    def conclude(self, state: Mapping[str, torch.Tensor], names: Sequence[str]) -> Verdict:
+        """Returns what all ranks conclude, alike on all. Collective.
+
+        Raises:
+            StepDisputedError: ranks computed different bits, and the step must be repeated to find out who is at fault.
+        """
+        digests = {m: [tuple(each.tolist()) for each in found] for m, found in self._digests.items()}
+        summed = digest_tensors([tensor for _, tensor in sorted(state.items())])
+        of_state = hashlib.sha256(summed.cpu().numpy().tobytes()).hexdigest()
+        own = Report(digests, of_state, self.node, _machine(self.group.device))
+        reports = [_report_of(each) for each in self.group.all_gather_bytes(json.dumps(asdict(own)).encode())]
+        former = {} if self.dispute is None else self.dispute.former
+        verdict = judge(self.checks, reports, former, names)
+        if verdict.disputed:
+            found = {
+                check.micro_batch: {
+                    rank: report.digests[check.micro_batch][0]
+                    for rank, report in enumerate(reports)
+                    if check.micro_batch in report.digests
+                }
+                for check in verdict.disputed
+            }
+            raise StepDisputedError(Dispute(verdict.disputed, found))
+        return replace(verdict, text=verdict.text + _places(verdict, reports))
+
+
+def _places(verdict: Verdict, reports: Sequence[Report]) -> str:
+    """Returns the nodes of the ranks that may be at fault, and what their machines are if not all are alike."""
+    ranks = verdict.suspects if verdict.at_fault is None else (verdict.at_fault,)
+    places = [f"rank {rank} on {reports[rank].node}" for rank in ranks]
+    others = sorted({report.machine for report in reports})
+    if len(others) > 1:
+        places = [f"{place}, {reports[rank].machine}" for place, rank in zip(places, ranks, strict=True)]
+        places.append(f"all machines: {'; '.join(others)}")
+    return f" ({'; '.join(places)})" if ranks else ""
+
+
+def _to(device: torch.device, value: Any) -> Any:
+    return value.to(device)
+
+
+def _machine(device: torch.device) -> str:
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
+    return f"{name}, torch {torch.__version__}"
+
+
+def _report_of(text: bytes) -> Report:
+    values = json.loads(text)
+    digests = {int(m): [tuple(each) for each in found] for m, found in values["digests"].items()}
+    return Report(digests, values["state"], values["node"], values["machine"])

@@ -1,0 +1,245 @@
+"""Verified steps find a worker that computes wrong values, and go on without it. On real workers, without Ray."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from elastic_ddp.checkpoint import CommitCatalog
+from elastic_ddp.config.run_config import RunConfig
+from elastic_ddp.errors import ConfigError
+from elastic_ddp.storage.storage import Storage
+from elastic_ddp.worker.job import COMMITS
+from tests.fsdp_workers import hashes, wait_for_size
+from tests.unit.single_worker import CPU
+from tests.workers import Workers, running
+
+STEPS, AT = 6, 2
+SETTINGS: dict[str, Any] = {
+    "steps": STEPS,
+    "global_batch_size": 12,
+    "micro_batch_size": 2,
+    "max_workers": 3,
+    "checkpoint": {"every_steps": 1000},
+    "log_every_steps": 1,
+}
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A worker that computes wrong values from a step on."""
+
+    worker: int
+    kind: str
+
+
+class Net(torch.nn.Module):
+    """Has dropout, and statistics that a forward changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.norm = torch.nn.Linear(3, 8), torch.nn.BatchNorm1d(8)
+        self.dropout, self.head = torch.nn.Dropout(0.2), torch.nn.Linear(8, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.dropout(self.norm(self.body(x)).tanh()))  # type: ignore[no-any-return]
+
+
+def flip(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns the tensor with one bit flipped."""
+    flipped = tensor.detach().clone()
+    flipped.view(-1).view(torch.int32)[0] ^= 1 << 12
+    return flipped
+
+
+def break_down(kind: str, run: Any, model: Any, optimizer: Any) -> Callable[[int], None]:
+    """Makes this worker compute wrong values. Returns what to call at the end of each step."""
+    count = 0
+
+    def gradient(grad: torch.Tensor) -> torch.Tensor:
+        nonlocal count
+        if run.position.step < AT or (kind == "gradient, once" and count):
+            return grad
+        count += 1
+        return flip(grad)
+
+    def activation(module: Any, inputs: Any, output: torch.Tensor) -> torch.Tensor:
+        nonlocal count
+        if run.position.step < AT or not torch.is_grad_enabled():
+            return output
+        count += 1
+        return output + (flip(output) - output.detach()) if count % 3 == 1 else output
+
+    def at_end(step: int) -> None:
+        if step != AT:
+            return
+        with torch.no_grad():
+            if kind == "weight":
+                model.head.weight.copy_(flip(model.head.weight))
+            if kind == "optimizer":
+                state = optimizer.state[model.body.weight]["exp_avg"]
+                state.copy_(flip(state))
+
+    if kind.startswith("gradient"):
+        model.head.weight.register_hook(gradient)
+    if kind == "activation":
+        model.body.register_forward_hook(activation)
+    return at_end
+
+
+def train(run: Any, fault: Fault | None, *, is_weighted: bool = False) -> None:
+    model = run.prepare(Net())
+    optimizer = run.prepare(torch.optim.AdamW(model.parameters(), lr=0.05))
+    is_faulty = fault is not None and run._loop.client.member.id == f"worker-{fault.worker}"
+    at_end = break_down(fault.kind, run, model, optimizer) if fault is not None and is_faulty else None
+    for step in run.steps():
+        with step:
+            for batch in step.micro_batches():
+                loss = model(batch["x"]).square().mean()
+                step.backward(loss, weight=len(batch["x"]) * 1.5 if is_weighted else None)
+                batch["x"].zero_()  # a batch is the training function's own
+            step.optimize()
+            if at_end is not None:
+                at_end(step.index)
+
+
+def run_of(
+    folder: Path, size: int, fault: Fault | None = None, *, is_weighted: bool = False, **changes: Any
+) -> tuple[dict[str, Any], Workers]:
+    with workers(folder, size, fault, is_weighted=is_weighted, **changes) as run:
+        run.start(size)
+        return hashes(run), run
+
+
+@contextmanager
+def workers(
+    folder: Path, size: int, fault: Fault | None = None, *, is_weighted: bool = False, **changes: Any
+) -> Iterator[Workers]:
+    """The workers of a run, each on a node of its own. None is started."""
+    folder.mkdir(exist_ok=True)
+    options: dict[str, Any] = {"nodes": [f"10.0.0.{number}" for number in range(size)], "num_rows": 250}
+    function = partial(train, fault=fault, is_weighted=is_weighted)
+    with running(folder, function, CPU, 0, **options, **{**SETTINGS, **changes}) as run:
+        yield run
+
+
+def corruptions(run: Workers) -> list[Any]:
+    return list(run.rendezvous.events("corruption"))
+
+
+ONE_EACH = {"global_batch_size": 6}
+"""One micro-batch for each of three ranks: all of them are computed twice in a verified step."""
+
+
+@pytest.fixture(scope="module")
+def calm(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return run_of(tmp_path_factory.mktemp("calm"), 1)[0]
+
+
+@pytest.fixture(scope="module")
+def calm_with_one_each(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return run_of(tmp_path_factory.mktemp("calm"), 1, **ONE_EACH)[0]
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_verified_steps_change_no_bits_and_raise_no_alarm(tmp_path: Path, calm: dict[str, Any], size: int) -> None:
+    found, run = run_of(tmp_path, size, verify={"every_steps": 1, "action": "stop"})
+    assert found == calm and not corruptions(run)
+    verified: Any = list(run.rendezvous.events("verified"))
+    assert [event.step for event in verified] == list(range(1, STEPS + 1))
+    assert {event.micro_batches for event in verified} == {size}
+    newest = CommitCatalog(Storage(tmp_path).at("run").at(COMMITS)).latest()
+    assert newest is not None and newest.record["verified_step"] == STEPS
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"global_batch_size": 28, "micro_batch_size": 4, "is_weighted": True, "steps": 10},  # seven of up to 4 rows
+        pytest.param({"precision": "fp16"}, marks=pytest.mark.chaos),
+        pytest.param({"precision": "bf16", "clip_grad_norm": 0.1}, marks=pytest.mark.chaos),
+        pytest.param({"ddp": {"find_unused_parameters": True}}, marks=pytest.mark.chaos),
+        pytest.param(ONE_EACH, marks=pytest.mark.chaos),
+    ],
+    ids=lambda changes: ", ".join(changes),
+)
+def test_no_kind_of_job_raises_an_alarm(tmp_path: Path, changes: dict[str, Any]) -> None:
+    calm = run_of(tmp_path / "calm", 1, **changes)[0]
+    found, run = run_of(tmp_path / "verified", 3, verify={"every_steps": 1, "action": "stop"}, **changes)
+    assert found == calm and not corruptions(run)
+
+
+@pytest.mark.chaos
+def test_the_first_step_of_a_worker_that_joins_is_verified(tmp_path: Path) -> None:
+    changes = {"steps": 400, "data": {"drop_last": True}, "verify": {"every_steps": 1_000, "action": "stop"}}
+    with workers(tmp_path, 3, **changes) as run:
+        run.start(2)
+        wait_for_size(run, 2)
+        run.start(1)
+        wait_for_size(run, 3)
+        hashes(run)
+    verified: list[Any] = list(run.rendezvous.events("verified"))
+    joined: Any = run.started()[1]
+    assert joined.world_size == 3 and [event.step for event in verified] == [1, joined.first_step + 1]
+
+
+def test_the_run_goes_on_or_stops_as_its_action_says(tmp_path: Path, calm_with_one_each: dict[str, Any]) -> None:
+    fault = Fault(1, "gradient")
+    found, run = run_of(tmp_path / "warn", 3, fault, verify={"every_steps": 3, "action": "warn"}, **ONE_EACH)
+    assert found["steps"] == STEPS and found != calm_with_one_each
+    assert [corruption.rank for corruption in corruptions(run)] == [1, 1] and run.world_sizes()[-1] == 3
+    (tmp_path / "stop").mkdir()
+    with workers(tmp_path / "stop", 2, fault, verify={"every_steps": 3, "action": "drain"}, **ONE_EACH) as run:
+        run.start(2)
+        outcome = run.finish(60.0, status="failed")
+    assert outcome["kind"] == "CorruptionError" and outcome["steps"] == AT
+    assert "ranks 0 and 1 compute different bits" in outcome["error"] and "10.0.0.0" in outcome["error"]
+
+
+def test_a_rollback_resumes_from_before_the_first_wrong_step(
+    tmp_path: Path, calm_with_one_each: dict[str, Any]
+) -> None:
+    options: dict[str, Any] = {"verify": {"every_steps": 4, "action": "rollback"}, "checkpoint": {"every_steps": 1}}
+    found, run = run_of(tmp_path, 3, Fault(1, "gradient"), **options, **ONE_EACH)
+    assert found == calm_with_one_each
+    assert [corruption.step for corruption in corruptions(run)] == [3]
+    assert [(each.world_size, each.first_step) for each in run.started()][-1] == (2, 1), "the first step was verified"
+
+
+def test_a_person_asks_for_a_verified_step(tmp_path: Path) -> None:
+    with workers(tmp_path, 2, steps=4_000, data={"drop_last": True}) as run:
+        assert run.rendezvous.ask("verify") == "a step is verified by two workers or more, and fewer train now"
+        run.start(2)
+        wait_for_size(run, 2)
+        assert run.rendezvous.ask("verify") == 1
+        run.wait(lambda: run.rendezvous.ask("verified", 1) == "", "the verified step", 30.0)
+        run.rendezvous.ask("stop")
+        run.finish(30.0, status="stopped")
+    verified: list[Any] = list(run.rendezvous.events("verified"))
+    assert {event.request for event in verified} == {1}
+
+
+@pytest.mark.parametrize("changes", [{"reduction": "native"}, {"strategy": "fsdp"}])
+def test_what_has_no_equal_bits_is_not_verified(changes: dict[str, Any]) -> None:
+    settings = {**SETTINGS, "name": "test", "storage": "memory://test", "verify": {"every_steps": 10}, **changes}
+    with pytest.raises(ConfigError, match="compares the bits of gradients"):
+        RunConfig(**settings)
+
+
+@pytest.mark.parametrize("kind", ["gradient", "gradient, once", "activation", "weight", "optimizer"])
+def test_a_faulty_worker_is_named_and_leaves_and_the_bits_are_those_of_a_calm_run(
+    tmp_path: Path, calm_with_one_each: dict[str, Any], kind: str
+) -> None:
+    found, run = run_of(tmp_path, 3, Fault(1, kind), verify={"every_steps": 1, "action": "drain"}, **ONE_EACH)
+    assert found == calm_with_one_each
+    [corruption] = corruptions(run)
+    assert corruption.rank == 1 and corruption.action == "drain" and "10.0.0.1" in corruption.text
+    assert corruption.step == (AT + 1 if kind in ("weight", "optimizer") else AT)
+    assert run.world_sizes()[-1] == 2
