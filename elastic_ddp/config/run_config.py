@@ -178,7 +178,8 @@ class VerifyConfig(Settings):
 
     every_steps: Annotated[int, Field(ge=0)] = 0
     """After how many steps ranks compute a micro-batch of each other again, and compare bits; 0 for never. Such a step
-    takes one micro-batch longer. Requires `reduction = "canonical"` and `strategy = "ddp"`."""
+    takes one micro-batch longer. Requires `reduction = "canonical"`. With FSDP, shards are compared with their mirrors
+    instead."""
     action: Literal["warn", "drain", "stop", "rollback"] = "warn"
     """What to do about a worker at fault: `warn` goes on with it; `drain` goes on without it and its node; `rollback`
     does that and resumes from the newest commit that is not after the last verified step; `stop` ends the run. If
@@ -330,11 +331,15 @@ class RunConfig(Settings):
                 f"fsdp.shard_size={self.fsdp.shard_size} leaves one group with max_workers={self.max_workers}, so no "
                 f'shard has a replica; use max_workers={2 * self.fsdp.shard_size} or more, or fsdp.sharding="full"'
             )
-        if self.verify.every_steps and (self.strategy, self.reduction) != ("ddp", "canonical"):
+        if self.verify.every_steps and self.strategy == "ddp" and self.reduction != "canonical":
             raise ValueError(
-                f"verify.every_steps={self.verify.every_steps} compares the bits of gradients, which need "
-                f'strategy="ddp" and reduction="canonical", but this run has strategy={self.strategy!r} and '
-                f"reduction={self.reduction!r}; use those, or remove it"
+                f"verify.every_steps={self.verify.every_steps} compares the bits of gradients, which are equal on all "
+                f'workers only with reduction="canonical", but this run has {self.reduction!r}; use that, or remove it'
+            )
+        if self.verify.every_steps and self.strategy == "fsdp" and not self.fsdp.mirror:
+            raise ValueError(
+                f"verify.every_steps={self.verify.every_steps} compares shards with their mirrors, and "
+                "fsdp.mirror=false leaves none; set it to true, or remove verify.every_steps"
             )
         size = self.fsdp.shard_size
         if size is not None and (largest := self.max_workers // size * size) < self.min_workers <= self.max_workers:

@@ -299,7 +299,7 @@ class StepVerified(AgreedEvent, event="verified"):
     step: int
     """Steps done after it."""
     micro_batches: int
-    """Number of micro-batches that were computed again."""
+    """Number of micro-batches that were computed again; 0 with FSDP, which compares shards with their mirrors."""
     request: int | None = None
     """Number of the request that it answers; null for none."""
 

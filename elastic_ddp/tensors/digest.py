@@ -29,7 +29,7 @@ def digest_tensors(tensors: Iterable[torch.Tensor | None]) -> torch.Tensor:
 
     None has that of zeros. The order of elements in memory does not matter.
     """
-    digests = [torch.zeros((), dtype=torch.int64) if each is None else _digest(each) for each in tensors]
+    digests = [torch.zeros((), dtype=torch.int64, device="cpu") if each is None else _digest(each) for each in tensors]
     devices = {digest.device for digest in digests} - {torch.device("cpu")}
     device = devices.pop() if devices else torch.device("cpu")
     return torch.stack([digest.to(device) for digest in digests]) if digests else torch.zeros(0, dtype=torch.int64)

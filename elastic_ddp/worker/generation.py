@@ -212,20 +212,21 @@ class Generation:
             self.state.mirror.receive_gradients()
             self.group.synchronize()
 
-    def compare_mirrors(self, *, commits: bool) -> None:
-        """Compares shards with their mirrors after a step, if the ranks commit or it is due. Collective.
+    def compare_mirrors(self, *, is_wanted: bool) -> bool:
+        """Compares shards with their mirrors after a step, if wanted or due. Returns whether it did. Collective.
 
         Raises:
             ConfigError: they differ, or registered state cannot outlive a worker.
         """
         mirror = self.state.mirror
-        if mirror is None or not (commits or mirror.is_due):
-            return
+        if mirror is None or not (is_wanted or mirror.is_due):
+            return False
         with self.activity.within("collective"):
             if not self.has_compared_mirrors:
                 self.state.check_outlives(self.group)
             mirror.compare()
         self.has_compared_mirrors = True
+        return True
 
     def vote(self) -> None:
         """Returns when every rank has what it needs to finish the step by itself. The last collective of a step.

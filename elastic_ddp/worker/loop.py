@@ -193,9 +193,7 @@ class Loop:
         """Reports the verdict on a step, before the step changes anything, and does what `verify.action` says."""
         action, record = self.job.config.verify.action, self.membership.agreed_events.record
         if verdict.is_clean:
-            self.checkpointer.verified_step = index + 1
-            done = StepVerified(generation=generation.number, step=index + 1, micro_batches=num_checks, request=request)
-            return record(done, is_rank_0=self.rank == 0)
+            return self._verified(generation, index + 1, num_checks, request)
         found = CorruptionFound(
             generation=generation.number,
             step=index,
@@ -222,6 +220,12 @@ class Loop:
                 self.checkpointer.roll_back(generation.number)
             self.state.is_torn = True  # so that the ranks restart from a commit
         raise PeerFailedError(f"{verdict.text}, and leaves")
+
+    def _verified(self, generation: Generation, steps_done: int, num_checks: int, request: int | None = None) -> None:
+        """Records that all ranks computed the same bits in a step."""
+        self.checkpointer.verified_step = steps_done
+        done = StepVerified(generation=generation.number, step=steps_done, micro_batches=num_checks, request=request)
+        self.membership.agreed_events.record(done, is_rank_0=self.rank == 0)
 
     def _warn(self) -> None:
         """Rank 0 reports problems that it expects later in the run, most in the first generation of the session."""
@@ -282,7 +286,10 @@ class Loop:
         assert step.agreed is not None
         votes, is_rank_0, steps_done = step.agreed.votes, self.rank == 0, self.state.position.step
         self.checkpointer.metrics.update(steps_done, self._report(step) | {"loss": step.loss})
-        step.generation.compare_mirrors(commits=bool(votes["commit"]))
+        every = self.job.config.verify.every_steps
+        is_verified = bool(every and steps_done % every == 0)
+        if step.generation.compare_mirrors(is_wanted=bool(votes["commit"]) or is_verified) and is_verified:
+            self._verified(step.generation, steps_done, num_checks=0)
         if is_rank_0:
             self.checkpointer.check()
         if votes["stop"]:

@@ -184,7 +184,8 @@ class Mirror:
             if differing := [name for name, digest in of_owner.items() if of_mirror.get(name) != digest]:
                 raise ConfigError(
                     f"shard {rank} differs from its mirror in {shorten(differing, 5)}. Change parameters and the state "
-                    f"of optimizers in an optimizer only, and not by the rank, the time, or other rows. {_WITHOUT}"
+                    "of optimizers in an optimizer only, and not by the rank, the time, or other rows. If the code "
+                    f"does, a device of rank {rank}, or of the rank with its mirror, computes wrong values. {_WITHOUT}"
                 )
 
 

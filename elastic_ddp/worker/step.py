@@ -152,6 +152,7 @@ class Step:
         Call it once in each step. A micro-batch has `micro_batch_size` rows, or fewer in the last step of an epoch. The
         generators of torch, NumPy and Python are seeded before each, so dropout is the same at every world size.
 
+        In a verified step (`verify.every_steps`), a rank also gets a micro-batch of another rank, which does not count.
         With FSDP, a rank with fewer micro-batches than others receives its last one a second time. The copy takes part
         in the collectives and does not count.
 

@@ -83,6 +83,8 @@ def break_down(kind: str, run: Any, model: Any, optimizer: Any) -> Callable[[int
         with torch.no_grad():
             if kind == "weight":
                 model.head.weight.copy_(flip(model.head.weight))
+            if kind == "optimizer's memory":  # past the count of changes, as a fault of the memory is
+                optimizer.state[model.body.weight]["exp_avg"].to_local().data.add_(1.0)
             if kind == "optimizer":
                 state = optimizer.state[model.body.weight]["exp_avg"]
                 state.copy_(flip(state))
@@ -226,11 +228,29 @@ def test_a_person_asks_for_a_verified_step(tmp_path: Path) -> None:
     assert {event.request for event in verified} == {1}
 
 
-@pytest.mark.parametrize("changes", [{"reduction": "native"}, {"strategy": "fsdp"}])
-def test_what_has_no_equal_bits_is_not_verified(changes: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"reduction": "native"}, "compares the bits of gradients"),
+        ({"strategy": "fsdp", "fsdp": {"mirror": False}}, "compares shards with their mirrors"),
+    ],
+)
+def test_what_has_no_equal_bits_is_not_verified(changes: dict[str, Any], message: str) -> None:
     settings = {**SETTINGS, "name": "test", "storage": "memory://test", "verify": {"every_steps": 10}, **changes}
-    with pytest.raises(ConfigError, match="compares the bits of gradients"):
+    with pytest.raises(ConfigError, match=message):
         RunConfig(**settings)
+
+
+def test_with_fsdp_mirrors_are_compared(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"strategy": "fsdp", "verify": {"every_steps": 3}}
+    run = run_of(tmp_path / "calm", 2, **options)[1]
+    verified: list[Any] = list(run.rendezvous.events("verified"))
+    assert [event.step for event in verified] == [3, 6]
+    (tmp_path / "fault").mkdir()
+    with workers(tmp_path / "fault", 2, Fault(1, "optimizer's memory"), **options) as run:
+        run.start(2)
+        outcome = run.finish(60.0, status="failed")
+    assert "differs from its mirror" in outcome["error"] and outcome["steps"] == 3
 
 
 @pytest.mark.parametrize("kind", ["gradient", "gradient, once", "activation", "weight", "optimizer"])
