@@ -16,7 +16,8 @@ programs used more than 5 % of the machine is repeated, until `--patience-s` has
 side, in rotating order. Figures are medians over rounds, and ratios are medians of the rounds' ratios.
 
 `--phases` compares `canonical` with itself instead, in one run that measures the phases of its steps in every other
-turn of four steps. The figure is the median of each such turn relative to its two neighbors.
+turn of four steps. The figure is the median of each such turn relative to its two neighbors. `--verify` does the same
+with every second step verified.
 """
 
 from __future__ import annotations
@@ -338,15 +339,17 @@ def main() -> None:
     parser.add_argument("--strategy", choices=("ddp", "fsdp"), default="ddp")
     parser.add_argument("--mirror", action=argparse.BooleanOptionalAction, default=True, help="fsdp.mirror")
     parser.add_argument("--phases", action="store_true", help="what it costs to measure the phases of steps")
+    parser.add_argument("--verify", action="store_true", help="what a verified step costs")
     for hidden in ("--side", "--data", "--folder"):  # passed to the processes of a side
         parser.add_argument(hidden, help=argparse.SUPPRESS)
     options = parser.parse_args()
     name = "steps-phases.json" if options.phases else "steps-fsdp.json" if options.strategy == "fsdp" else "steps.json"
+    name = "steps-verify.json" if options.verify else name
     options.output = options.output or Path("benchmarks/results", name)
     if options.side == "plain":
         run_plain(options.data, options.folder, options.accumulate[0], options.strategy)
-    elif options.phases:
-        report_phases(options)
+    elif options.phases or options.verify:
+        report_one_run(options)
     elif options.side:
         job = options.workers, options.accumulate[0], options.strategy
         run_elastic(options.side, options.data, options.folder, *job, mirror=options.mirror)
@@ -354,10 +357,11 @@ def main() -> None:
         compare(options)
 
 
-def report_phases(options: argparse.Namespace) -> None:
+def report_one_run(options: argparse.Namespace) -> None:
     from step_phases import compare_phases
+    from step_verify import compare_verified
 
-    figures = compare_phases(
+    figures = (compare_verified if options.verify else compare_phases)(
         MODEL,
         workers=options.workers,
         micro_batch_size=MICRO_BATCH_SIZE,
@@ -365,7 +369,7 @@ def report_phases(options: argparse.Namespace) -> None:
         accumulate=options.accumulate,
         rounds=options.rounds,
     )
-    write_results({"machine": describe_machine(), "phases": figures}, options.output)
+    write_results({"machine": describe_machine(), "verify" if options.verify else "phases": figures}, options.output)
 
 
 def compare(options: argparse.Namespace) -> None:
