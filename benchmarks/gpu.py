@@ -376,6 +376,7 @@ def main() -> None:
                     benchmark.try_part(f"{part}, {setting}", partial(getattr(benchmark, part), setting))
         finally:
             benchmark.close()
+            benchmark.write()  # what there is, also if the time is over
         if "overlap" in options.parts:
             for setting in options.settings:
                 benchmark.try_part(f"overlap, {setting}", partial(benchmark.overlap, setting))

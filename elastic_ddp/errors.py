@@ -52,8 +52,11 @@ class CorruptionError(ElasticDDPError):
     """A worker computes wrong values, and `verify.action` is to end the run; the message names its rank and node."""
 
 
-class WorkerAtFaultError(Exception):
-    """This worker computes wrong values, so it leaves the run. Internal: Ray Train replaces it."""
+class WorkerAtFaultError(BaseException):
+    """This worker computes wrong values, so it leaves the run. Internal: Ray Train replaces it.
+
+    Not an Exception, so that the training function does not catch it.
+    """
 
 
 class PeerFailedError(Exception):

@@ -68,12 +68,12 @@ def thread_seconds() -> dict[str, float]:
     return dict(seconds)
 
 
-def use_deterministic_algorithms(device: torch.device, *, keeps_variable: bool) -> None:
+def use_deterministic_algorithms(device: torch.device, model: torch.nn.Module, *, keeps_variable: bool) -> None:
     """Sets what a worker sets for `reduction = "canonical"`; or all of it but the removal of cuBLAS's variable."""
     os.environ.setdefault(cublas.VARIABLE, cublas.VALUE)
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-    removed = not keeps_variable and cublas.settle(device)
+    removed = not keeps_variable and cublas.settle(device, model)
     print(f"{cublas.VARIABLE} {'removed' if removed else 'kept'}, torch {torch.__version__}", flush=True)
 
 

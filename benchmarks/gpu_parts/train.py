@@ -121,12 +121,12 @@ def run_plain(side: Side) -> None:
     on_gpu = device.type == "cuda"
     if on_gpu:
         torch.cuda.set_device(0)
-    if side.name != "plain":
-        use_deterministic_algorithms(device, keeps_variable=side.name == "variable-kept")
     store = dist.TCPStore("127.0.0.1", 0, 1, is_master=True)
     dist.init_process_group("nccl" if on_gpu else "gloo", store=store, rank=0, world_size=1)
     torch.manual_seed(0)
     replica = side.build().to(device)
+    if side.name != "plain":
+        use_deterministic_algorithms(device, replica, keeps_variable=side.name == "variable-kept")
     model = DistributedDataParallel(replica, device_ids=[0] if on_gpu else None, gradient_as_bucket_view=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     batches = endless_batches(side.data, setting.micro_batch_size, num_workers=LOADER_PROCESSES, pin_memory=on_gpu)

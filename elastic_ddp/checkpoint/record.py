@@ -34,7 +34,7 @@ class Facts(BaseModel):
     samples: Count = 0
     samples_sha256: str = ""
     verified_step: Count | None = None
-    """Steps done in the last verified step before it, in which all ranks computed the same bits."""
+    """Steps done in the newest state before it that all ranks were found to hold alike."""
     metrics: dict[str, Measurement] = {}
     """The newest value of each metric."""
     losses: Count = 0

@@ -182,7 +182,7 @@ class VerifyConfig(Settings):
     instead."""
     action: Literal["warn", "drain", "stop", "rollback"] = "warn"
     """What to do about a worker at fault: `warn` goes on with it; `drain` goes on without it and its node; `rollback`
-    does that and resumes from the newest commit that is not after the last verified step; `stop` ends the run. If
+    does that and resumes from the newest commit of a state that was verified; `stop` ends the run. If
     nothing tells which of several workers is right, all but `warn` end the run."""
 
 

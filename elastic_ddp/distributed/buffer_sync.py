@@ -141,6 +141,7 @@ class StepBuffers:
                 raise _buffer_error(owner, name, "was None or empty until a forward filled it")
         # The first forward of a step is checked before the step is committed or handed over, others in the next step.
         if not self._is_checked:
+            self._modules = modules_of(self._module)  # it may have created some
             self._check_known(self._registered())
             self._is_checked = True
         if not self._start:

@@ -40,6 +40,9 @@ _MOVED = torch.empty(0)
 """Stands in a subtree's sum for a gradient that was moved into its bucket."""
 
 
+def _ignore(micro_batch: int, digests: torch.Tensor) -> None: ...
+
+
 class CanonicalReduction:
     """Holds a rank's subtree sums during a step and reduces DDP's buckets along the tree.
 
@@ -75,7 +78,7 @@ class CanonicalReduction:
         # On a stream of its own, waiting does not hold up the backward.
         self._enter_phase = enter_phase if self._stream is None else ignore
         self._watched: Collection[int] = ()
-        self._record: Record = lambda micro_batch, digests: None
+        self._record: Record = _ignore
         self._last_digests: dict[int, torch.Tensor] = {}  # of the last micro-batch, by the parameter's position
         self._means: list[tuple[list[torch.Tensor], torch.Tensor]] = []  # of each bucket, if parameters may be unused
 
@@ -90,7 +93,7 @@ class CanonicalReduction:
         self._used.clear()
         self._means.clear()
         self._last_digests.clear()
-        self._watched = ()
+        self._watched, self._record = (), _ignore
 
     def watch(self, micro_batches: Collection[int], record: Record) -> None:
         """Makes the step call `record` with each of these micro-batches of this rank, and the digests of its gradients.
@@ -152,12 +155,11 @@ class CanonicalReduction:
             dist.all_reduce(used, op=dist.ReduceOp.MAX)
         means, self._means = self._means, []
         for parameters, mean in means:
-            sizes = [parameter.numel() for parameter in parameters]
-            for parameter, gradient in zip(parameters, mean[: sum(sizes)].split(sizes), strict=True):
+            for parameter, gradient in zip(parameters, _unflatten(mean, parameters), strict=True):
                 if not used[self._position[id(parameter)]]:
                     parameter.grad = None
                 elif parameter.grad is None:
-                    parameter.grad = torch.as_strided(gradient, parameter.size(), torch.empty_like(parameter).stride())
+                    parameter.grad = gradient
 
     def hook(self, _: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         """The hook for `DistributedDataParallel.register_comm_hook`."""
@@ -221,8 +223,8 @@ class CanonicalReduction:
             if self._is_zero:
                 buffer.zero_()
             if self._last_micro_batch in self._watched:
-                digests = zip(positions, digest_tensors(bucket.gradients()).unbind(), strict=True)
-                self._last_digests.update(digests)
+                own = digest_tensors(_unflatten(buffer, parameters))
+                self._last_digests.update(zip(positions, own.unbind(), strict=True))
             # The sum needs no memory of its own: one operand is the buffer.
             add = partial(torch.add, out=buffer)
             fold_in(sums, Node(0, self._last_micro_batch), buffer, add)
@@ -291,6 +293,15 @@ class CanonicalReduction:
             if rest:
                 send[full, row, :rest] = flat[full * chunk :]
         return send.view(-1)
+
+
+def _unflatten(flat: torch.Tensor, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Returns the gradients in a bucket's buffer, in which each has the strides of its parameter."""
+    sizes = [parameter.numel() for parameter in parameters]
+    return [
+        torch.as_strided(piece, parameter.size(), torch.empty_like(parameter).stride(), piece.storage_offset())
+        for parameter, piece in zip(parameters, flat[: sum(sizes)].split(sizes), strict=True)
+    ]
 
 
 def _flatten(gradients: list[torch.Tensor], parameters: list[torch.Tensor]) -> torch.Tensor:

@@ -3,6 +3,7 @@
 That takes tens of microseconds of the host, longer than the launch of a kernel. Torch checks only once, at the first
 call, that the variable allows deterministic results. Afterwards, it only sets the size of the workspace that torch
 gives to cuBLAS, which on Hopper is 32 MiB with `:4096:8` and without it. So there it may be removed: no bit changes.
+It stays for models with recurrent layers: cuDNN calls cuBLAS itself, without that workspace.
 
 Sources: `getChosenWorkspaceSize` and `alertCuBLASConfigNotDeterministic` of torch 2.11; torch 2.13 keeps the size
 (https://github.com/pytorch/pytorch/pull/177912).
@@ -26,15 +27,16 @@ def multiply(device: torch.device) -> None:
     torch.mm(ones, ones)
 
 
-def settle(device: torch.device, multiply: Callable[[torch.device], None] = multiply) -> bool:
+def settle(device: torch.device, module: torch.nn.Module, multiply: Callable[[torch.device], None] = multiply) -> bool:
     """Removes the variable from the environment, if that changes no bits and saves time. Returns whether it did.
 
-    Call it with deterministic algorithms on, when this process may use the device.
+    Call it with deterministic algorithms on, when this process may use the device. `module` is the model.
     """
     keeps_the_size = hasattr(torch.backends.cuda, "cublas_workspace_size")  # since torch 2.13
     if device.type != "cuda" or keeps_the_size or os.environ.get(VARIABLE) != VALUE:
         return False
-    if torch.cuda.get_device_capability(device)[0] != _HOPPER:
+    is_recurrent = any(isinstance(each, torch.nn.RNNBase) for each in module.modules())
+    if is_recurrent or torch.cuda.get_device_capability(device)[0] != _HOPPER:
         return False
     multiply(device)
     del os.environ[VARIABLE]

@@ -12,7 +12,7 @@ import torch
 
 from elastic_ddp.errors import ConfigError, shorten
 from elastic_ddp.tensors.state_tree import INTEGERS
-from elastic_ddp.torch_internals import versions
+from elastic_ddp.torch_internals import addresses, versions
 
 
 def changed_parameters_error(names: Sequence[str], module: torch.nn.Module) -> ConfigError:
@@ -56,17 +56,16 @@ class ParameterGuard:
                 )
         self._num_steps += 1
         self._parameters = parameters
-        self._before = versions(parameters.values())
+        self._before = _marks(parameters)
         compares_bits = not self._num_steps & (self._num_steps - 1)
         self._sums = sum_bits(self._parameters) if compares_bits else {}
 
     def check(self) -> None:
         """Raises a ConfigError if a parameter changed since `begin`."""
-        now = versions(self._parameters.values())
         changed: list[str] = []
-        if now != self._before:
-            of_each = zip(self._parameters, now, self._before, strict=True)
-            changed = [name for name, count, before in of_each if count != before]
+        if (now := _marks(self._parameters)) != self._before:
+            of_each = zip(self._parameters, zip(*now, strict=True), zip(*self._before, strict=True), strict=True)
+            changed = [name for name, mark, before in of_each if mark != before]
         if not changed and self._sums:
             sums = sum_bits(self._parameters)
             changed = [name for name, total in self._sums.items() if sums[name] != total]
@@ -79,6 +78,12 @@ class ParameterGuard:
 
     def _sum_state(self) -> dict[str, int]:
         return sum_bits({**dict(self._module.named_parameters()), **dict(self._module.named_buffers())})
+
+
+def _marks(parameters: Mapping[str, torch.nn.Parameter]) -> tuple[list[int], list[int]]:
+    """Returns numbers of which one differs after a parameter changed in place, or by `parameter.data = …`."""
+    tensors = list(parameters.values())
+    return versions(tensors), addresses(tensors)
 
 
 def sum_bits(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:

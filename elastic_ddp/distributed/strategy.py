@@ -60,16 +60,13 @@ class Marks(NamedTuple):
     gradients: list[int]
     versions: list[int]
     places: list[int]
-    """Where gradients are in memory, if that is wanted: one that is freed may have the id of a later one."""
+    """Where gradients are in memory: one that is freed may have the id of a later one."""
 
     def changed(self, before: Marks) -> set[int]:
         """Returns the positions of those that differ from what they were before."""
-        then = dict(before._by_tensor())
-        return {position for position, (tensor, mark) in enumerate(self._by_tensor()) if then.get(tensor) != mark}
-
-    def _by_tensor(self) -> Iterator[tuple[int, tuple[int, ...]]]:
-        numbers = (self.gradients, self.versions, *([self.places] if self.places else []))
-        return zip(self.tensors, zip(*numbers, strict=True), strict=True)
+        then = dict(zip(before.tensors, zip(*before[1:], strict=True), strict=True))
+        now = zip(self.tensors, zip(*self[1:], strict=True), strict=True)
+        return {position for position, (tensor, mark) in enumerate(now) if then.get(tensor, _NO_GRADIENT) != mark}
 
 
 def gradients_of(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor | None]:
@@ -79,6 +76,7 @@ def gradients_of(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor | None]:
 _get_gradient, _is_trained = operator.attrgetter("grad"), operator.attrgetter("requires_grad")
 _NONE = torch.empty(0)
 """Stands for a missing gradient."""
+_NO_GRADIENT = id(_NONE), torch_internals.version(_NONE), _NONE.data_ptr()
 
 
 class Strategy(ABC):
@@ -193,12 +191,12 @@ class Strategy(ABC):
         """Returns the tensors into whose `grad` backwards accumulate, with the names of their parameters."""
         return list(self._trained.items())
 
-    def _mark_gradients(self, *, with_places: bool = False) -> Marks:
+    def _mark_gradients(self) -> Marks:
         tensors = [tensor for _, tensor in self._accumulators()]
         gradients = [_NONE if gradient is None else gradient for gradient in gradients_of(tensors)]
         local = self._local(gradients)
-        places = torch_internals.addresses(local) if with_places else []
-        return Marks(list(map(id, tensors)), list(map(id, gradients)), torch_internals.versions(local), places)
+        counts, places = torch_internals.versions(local), torch_internals.addresses(local)
+        return Marks(list(map(id, tensors)), list(map(id, gradients)), counts, places)
 
     def _local(self, gradients: list[torch.Tensor]) -> list[torch.Tensor]:
         """Returns the parts of gradients that count their changes."""
@@ -227,7 +225,7 @@ class Strategy(ABC):
     def _unused(self) -> list[str]:
         """Returns the names of parameters that got no gradient from the last backward of the step."""
         if self._before is not None:
-            used = self._mark_gradients(with_places=True).changed(self._before)
+            used = self._mark_gradients().changed(self._before)
             return [name for position, (name, _) in enumerate(self._accumulators()) if position not in used]
         return [name for name, tensor in self._accumulators() if tensor.grad is None]
 
@@ -246,7 +244,7 @@ class Strategy(ABC):
         self.check_gradients()
         has_kept = bool(self._kept)
         self._return_kept()
-        self._before = self._mark_gradients(with_places=True) if has_kept and is_last else None
+        self._before = self._mark_gradients() if has_kept and is_last else None
         yield
         if is_last:
             self._record_gradients()

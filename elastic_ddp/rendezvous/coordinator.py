@@ -375,9 +375,11 @@ class Coordinator:
             case events.CommitSucceeded():
                 self._saver, self.state.failed_saves = "", 0
                 self.fulfill_requests(event.request or 0)
-            case events.StepVerified(request=request) | events.CorruptionFound(request=request) if request:
+            case events.StepVerified(request=request) | events.CorruptionFound(request=request) if (
+                request and request > self.state.verified_requests
+            ):
                 text = event.text if isinstance(event, events.CorruptionFound) else ""
-                self.state.verified_requests, self.state.verified = max(request, self.state.verified_requests), text
+                self.state.verified_requests, self.state.verified = request, text
             case events.CommitFailed():
                 self._saver = ""
                 if event.counts and not has_failed:

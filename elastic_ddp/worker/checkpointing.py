@@ -73,7 +73,7 @@ class Checkpointer:
     Attributes:
         metrics: the newest values, for the next commit that is begun.
         worked_s: returns for how many seconds the storage has worked for this worker.
-        verified_step: steps done in the last verified step, in which all ranks computed the same bits; None if none is.
+        verified_step: steps done in the newest state that all ranks were found to hold alike; None if there is none.
         durable_step: steps done in the newest commit that this worker completed since the training function started.
     """
 
@@ -354,15 +354,15 @@ class Checkpointer:
         return state
 
     def roll_back(self, generation: int) -> None:
-        """Sets aside the commits made after the last verified step, so that a restore takes an older one.
+        """Sets aside the commits of states after the newest verified one, so that a restore takes an older one.
 
-        One rank calls it, before all ranks restart. A save that still runs cannot commit after that.
+        One rank calls it, before all ranks restart.
         """
         catalog, verified = CommitCatalog(self._storage, self._record_rejected), self.verified_step or 0
         for commit in catalog.manifests():
             if commit.step <= verified:
                 break
-            reason = f"a worker computed wrong values, and the last verified step before it is {verified}"
+            reason = f"a worker computed wrong values, and the newest verified state is that of step {verified}"
             catalog.reject(commit.key, commit.attempt, CheckpointError(reason))
         catalog.set_aside_rejected(partial(self._check_may_commit, generation))
 

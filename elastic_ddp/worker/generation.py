@@ -129,7 +129,7 @@ class Generation:
             )
             inputs.on_formed()
             if job.config.reduction == "canonical":
-                cublas.settle(inputs.device)
+                cublas.settle(inputs.device, state.module)
             # Known to all ranks if one holds the state. The feed then reads its first rows during the transfer.
             feed = open_feed(step) if step is not None else None
             check_same_model(state.module, group, state.optimizers)

@@ -81,7 +81,7 @@ class Loop:
         self._step: Step | None = None
         self._warmup: WarmupStep | None = None
         self._mirror_warning: str | None = None
-        self._last = _NO_STEP
+        self._last, self._answered = _NO_STEP, 0  # the request that the current step answers
 
     @property
     def has_begun(self) -> bool:
@@ -143,6 +143,7 @@ class Loop:
             seed_all(self.job.config.seed, index, "begin")
             rows, epoch, is_logged = shape.rows(index), shape.epoch_of(index), self._is_logged(index)
             request, options = self._verification_of(generation, index)
+            self._answered = request
             self._step = Step(generation, rows, epoch, self._votes, is_logged=is_logged, **options)
             yield self._step
             step, self._step = self._step, None
@@ -182,18 +183,21 @@ class Loop:
 
         def begin(generation: Generation) -> Verification:
             count = (index + 1) // every if every else index
-            return Verification.begin(generation.group, generation.strategy, self.client.member.node, count, dispute)
+            node, verified = self.client.member.node, self.checkpointer.verified_step
+            return Verification.begin(generation.group, generation.strategy, node, count, dispute, verified)
 
         act_on = partial(self._act_on, generation, index, request or None)
         return request, {"begin_verification": begin, "act_on": act_on}
 
     def _act_on(
-        self, generation: Generation, index: int, request: int | None, verdict: Verdict, num_checks: int
+        self, generation: Generation, index: int, request: int | None, verdict: Verdict, verification: Verification
     ) -> None:
         """Reports the verdict on a step, before the step changes anything, and does what `verify.action` says."""
         action, record = self.job.config.verify.action, self.membership.agreed_events.record
+        self.checkpointer.verified_step = verification.verified
         if verdict.is_clean:
-            return self._verified(generation, index + 1, num_checks, request)
+            # The state as the step began is that of all ranks. Its optimizer may still go wrong on one.
+            return self._verified(generation, index + 1, index, len(verification.checks), request)
         found = CorruptionFound(
             generation=generation.number,
             step=index,
@@ -208,22 +212,25 @@ class Loop:
             return
         if action == "stop" or verdict.at_fault is None:
             raise CorruptionError(
-                f"step {index}: {verdict.text}. The step was not applied. Test the devices, and run the same command "
-                'again without a faulty node. verify.action = "warn" goes on.'
+                f"step {index}: {verdict.text}. The step was not applied, and verify.action = {action!r} ends the run"
+                f"{'' if action == 'stop' else ', because no single worker is at fault'}. Test the devices, and run "
+                'the same command again without a faulty node; verify.action = "warn" goes on.'
             )
         if verdict.at_fault == self.rank:
             if generation.group.assignment.num_nodes > 1:
                 self.client.drain_node(self.job.config.drain_deadline_s, "verify")
             raise WorkerAtFaultError(verdict.text)
         if action == "rollback":
+            self.state.is_torn = True  # so that the ranks restart from a commit
             if self.rank == (0 if verdict.at_fault else 1):
                 self.checkpointer.roll_back(generation.number)
-            self.state.is_torn = True  # so that the ranks restart from a commit
         raise PeerFailedError(f"{verdict.text}, and leaves")
 
-    def _verified(self, generation: Generation, steps_done: int, num_checks: int, request: int | None = None) -> None:
-        """Records that all ranks computed the same bits in a step."""
-        self.checkpointer.verified_step = steps_done
+    def _verified(
+        self, generation: Generation, steps_done: int, state: int, num_checks: int, request: int | None = None
+    ) -> None:
+        """Records that all ranks computed the same bits in a step; `state` counts the steps in the compared state."""
+        self.checkpointer.verified_step = state
         done = StepVerified(generation=generation.number, step=steps_done, micro_batches=num_checks, request=request)
         self.membership.agreed_events.record(done, is_rank_0=self.rank == 0)
 
@@ -256,7 +263,8 @@ class Loop:
         if self.rank == 0:
             votes["commit"] = self.checkpointer.schedule.should_commit(steps_done)
             votes["stop"] = self.client.stop_requested
-            votes["verify"] = self.client.verify_requested
+            requested = self.client.verify_requested
+            votes["verify"] = 0 if requested == self._answered else requested
         return votes
 
     def _end_step(self, step: Step, *, more_steps: bool = True) -> str | None:
@@ -289,7 +297,7 @@ class Loop:
         every = self.job.config.verify.every_steps
         is_verified = bool(every and steps_done % every == 0)
         if step.generation.compare_mirrors(is_wanted=bool(votes["commit"]) or is_verified) and is_verified:
-            self._verified(step.generation, steps_done, num_checks=0)
+            self._verified(step.generation, steps_done, steps_done, num_checks=0)
         if is_rank_0:
             self.checkpointer.check()
         if votes["stop"]:

@@ -65,7 +65,7 @@ class Step:
         *,
         is_logged: bool = False,
         begin_verification: Callable[[Generation], Verification] | None = None,
-        act_on: Callable[[Verdict, int], None] = lambda verdict, num_checks: None,
+        act_on: Callable[[Verdict, Verification], None] = lambda verdict, verification: None,
     ) -> None:
         self.generation = generation
         self._begin_verification, self._act_on = begin_verification, act_on
@@ -402,10 +402,10 @@ class Step:
         if self._is_logged:
             self.phases = self._logged.gather(generation.group, rows, strategy.ranges, generation.phases.take())
         total_norm = generation.group.synchronize(norm)  # the only wait for the end of the backward
-        self.skip_reason = self._find_reason_to_skip(agreed, total_norm)
-        if self.verification is not None:
+        if self.verification is not None:  # first, because a device that is at fault may compute a NaN
             verdict = self.verification.conclude(state.replicated(), list(strategy.trained))
-            self._act_on(verdict, len(self.verification.checks))
+            self._act_on(verdict, self.verification)
+        self.skip_reason = self._find_reason_to_skip(agreed, total_norm)
         if not self.skipped:
             generation.mirror_gradients()
         with state.in_doubt(None if self.skipped else self._step_optimizers):

@@ -58,6 +58,8 @@ class Report:
     """The address of the rank's node."""
     machine: str = ""
     """What may differ between nodes: the device and the version of torch."""
+    verified: int | None = None
+    """Steps done in the newest verified state that the rank knows."""
 
 
 def plan_checks(number: int, owned: Sequence[Sequence[int]], offset: int) -> tuple[Check, ...]:

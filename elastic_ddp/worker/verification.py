@@ -53,6 +53,7 @@ class Verification:
 
     Attributes:
         checks: what is compared.
+        verified: steps done in the newest verified state, after `conclude` as any rank knows it; None if there is none.
         dispute: set if the step is repeated to find out who is at fault.
     """
 
@@ -61,19 +62,26 @@ class Verification:
     node: str
     checks: tuple[Check, ...]
     dispute: Dispute | None = None
+    verified: int | None = None
     _digests: dict[int, list[torch.Tensor]] = field(default_factory=dict)
     _kept: dict[int, tuple[list[int], np.ndarray]] = field(default_factory=dict)
     """Of micro-batches that others compute again, the sizes of the parts of `packing.dump`, and the parts in a row."""
 
     @classmethod
     def begin(
-        cls, group: ProcessGroup, strategy: Strategy, node: str, number: int, dispute: Dispute | None
+        cls,
+        group: ProcessGroup,
+        strategy: Strategy,
+        node: str,
+        number: int,
+        dispute: Dispute | None,
+        verified: int | None,
     ) -> Verification:
         """Begins a verified step, after `Strategy.begin_step`; `number` counts verified steps."""
         owned = [[m for m in owned if m < strategy.num_leaves] for owned in strategy.ranges]
         offset = group.assignment.mirror_offset
         checks = plan_checks(number, owned, offset) if dispute is None else dispute.checks
-        verification = cls(group, strategy, node, checks, dispute)
+        verification = cls(group, strategy, node, checks, dispute, verified)
         own = [check.micro_batch for check in checks if check.owner == group.rank]
         strategy.watch(own, verification.record)
         return verification
@@ -102,11 +110,14 @@ class Verification:
                 contents[check.micro_batch] = content.numpy()
                 messages.append(group.begin_receive(content, check.owner, tag))
         group.finish(messages)
+        self._kept.clear()
         for check in self.checks:
             for _ in range(check.repeats if rank in check.checkers else 0):
                 ends = np.cumsum(sizes_of[check.micro_batch])[:-1]
-                # A copy, because the training function may change it.
-                rows = load(np.split(contents[check.micro_batch].copy(), ends))
+                # Each in memory of its own: the training function may change it, and on a CPU the bits of a matrix
+                # product depend on how the memory is aligned.
+                parts = np.split(contents[check.micro_batch], ends)
+                rows = load([torch.from_numpy(part).clone().numpy() for part in parts])
                 to_device = partial(_to, device)
                 yield check.micro_batch, map_tensors(to_device, rows, to_device)
 
@@ -123,8 +134,9 @@ class Verification:
         digests = {m: [tuple(each.tolist()) for each in found] for m, found in self._digests.items()}
         summed = digest_tensors([tensor for _, tensor in sorted(state.items())])
         of_state = hashlib.sha256(summed.cpu().numpy().tobytes()).hexdigest()
-        own = Report(digests, of_state, self.node, _machine(self.group.device))
+        own = Report(digests, of_state, self.node, _machine(self.group.device), self.verified)
         reports = [_report_of(each) for each in self.group.all_gather_bytes(json.dumps(asdict(own)).encode())]
+        self.verified = max((each.verified for each in reports if each.verified is not None), default=None)
         former = {} if self.dispute is None else self.dispute.former
         verdict = judge(self.checks, reports, former, names)
         if verdict.disputed:
@@ -163,4 +175,4 @@ def _machine(device: torch.device) -> str:
 def _report_of(text: bytes) -> Report:
     values = json.loads(text)
     digests = {int(m): [tuple(each) for each in found] for m, found in values["digests"].items()}
-    return Report(digests, values["state"], values["node"], values["machine"])
+    return Report(digests, values["state"], values["node"], values["machine"], values["verified"])

@@ -45,7 +45,7 @@ class FakeClient:
         self.reconfigure_requested = False
         self.planned: PlannedAssignment | None = None
         self.disconnected = False
-        self.commit_requested = 0
+        self.commit_requested = self.verify_requested = 0
         self.planned_join: PlannedAssignment | None = None
         self.presumed_dead = False
         self.same_members = True

@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-from elastic_ddp.distributed.parameter_guard import changed_parameters_error
+from elastic_ddp.distributed.buffer_sync import StepBuffers
+from elastic_ddp.distributed.parameter_guard import ParameterGuard, changed_parameters_error
 from elastic_ddp.distributed.process_group import ProcessGroup
 from elastic_ddp.errors import ConfigError
 from elastic_ddp.worker.generation import strategy_of
@@ -395,3 +396,27 @@ def test_a_layer_of_the_user_that_limits_its_norms_is_named_with_what_to_do() ->
     layer = torch.nn.Linear(2, 2)
     layer.max_norm = 1.0  # type: ignore[assignment]
     assert "Change parameters after step.optimize()" in str(changed_parameters_error(["weight"], layer))
+
+
+def test_parameters_that_are_swapped_in_a_rare_step_are_found() -> None:
+    """Torch does not count it, and bits are compared in few steps."""
+    model = torch.nn.Linear(2, 2)
+    guard = ParameterGuard(model)
+    for number in range(1, 6):
+        guard.begin(dict(model.named_parameters()))
+        if number == 5:
+            model.weight.data = model.weight.data.clone()
+            with pytest.raises(ConfigError, match="parameters weight changed in the step"):
+                guard.check()
+        else:
+            guard.check()
+        guard.end()
+
+
+def test_a_submodule_that_a_forward_creates_is_found_after_that_forward() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2))
+    buffers = StepBuffers(model)
+    buffers.begin()
+    model.add_module("late", torch.nn.BatchNorm1d(2))
+    with pytest.raises(ConfigError, match="was created by a forward"):
+        buffers.end_micro_batch(0, 1.0)

@@ -9,7 +9,7 @@ import torch
 
 from elastic_ddp.distributed.cublas import VALUE, VARIABLE, settle
 
-GPU = torch.device("cuda:0")
+GPU, MODEL = torch.device("cuda:0"), torch.nn.Linear(2, 2)
 
 
 class OldTorch:
@@ -33,17 +33,17 @@ def hopper_and_old_torch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_variable_is_removed_after_torch_has_checked_it() -> None:
     torch_of_run = OldTorch(checked_calls=1)
-    assert settle(GPU, torch_of_run.multiply) and VARIABLE not in os.environ
+    assert settle(GPU, MODEL, torch_of_run.multiply) and VARIABLE not in os.environ
     torch_of_run.multiply(GPU)
 
 
 def test_the_variable_stays_if_torch_checks_it_at_every_call() -> None:
     torch_of_run = OldTorch(checked_calls=1_000)
-    assert not settle(GPU, torch_of_run.multiply) and os.environ[VARIABLE] == VALUE
+    assert not settle(GPU, MODEL, torch_of_run.multiply) and os.environ[VARIABLE] == VALUE
     torch_of_run.multiply(GPU)
 
 
-@pytest.mark.parametrize("case", ["another GPU", "another value", "a torch that keeps the size", "a CPU"])
+@pytest.mark.parametrize("case", ["another GPU", "another value", "a torch that keeps the size", "a CPU", "an LSTM"])
 def test_the_variable_stays_where_removing_it_could_change_bits_or_saves_nothing(
     monkeypatch: pytest.MonkeyPatch, case: str
 ) -> None:
@@ -53,6 +53,7 @@ def test_the_variable_stays_where_removing_it_could_change_bits_or_saves_nothing
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     if case == "a torch that keeps the size":
         monkeypatch.setattr(torch.backends.cuda, "cublas_workspace_size", lambda: 32 << 20, raising=False)
+    model = torch.nn.Sequential(torch.nn.LSTM(2, 2)) if case == "an LSTM" else MODEL
     torch_of_run = OldTorch(checked_calls=1)
-    assert not settle(torch.device("cpu") if case == "a CPU" else GPU, torch_of_run.multiply)
+    assert not settle(torch.device("cpu") if case == "a CPU" else GPU, model, torch_of_run.multiply)
     assert os.environ[VARIABLE] == value and not torch_of_run.num_calls
