@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 import math
 import threading
@@ -74,6 +75,7 @@ class Checkpointer:
         metrics: the newest values, for the next commit that is begun.
         worked_s: returns for how many seconds the storage has worked for this worker.
         verified_step: steps done in the newest state that all ranks were found to hold alike; None if there is none.
+        roll_back_to: steps done in the newest state that the next restore may use; None for any.
         durable_step: steps done in the newest commit that this worker completed since the training function started.
     """
 
@@ -85,6 +87,7 @@ class Checkpointer:
         )
         self.metrics = Metrics()
         self.verified_step: int | None = None
+        self.roll_back_to: int | None = None
         self.durable_step: int | None = None
         self._storage = RetryingStorage((job.debugged or job.storage).at(COMMITS))
         self.worked_s = self._storage.worked_s
@@ -329,6 +332,8 @@ class Checkpointer:
 
         Every rank calls it. Raises as `restore.restore` does, and a CheckpointError if no commit is usable.
         """
+        if self._job.config.verify.action == "rollback":
+            self._roll_back(group)
         catalog = CommitCatalog(self._storage, self._record_rejected)
         restored = restore(
             catalog,
@@ -353,18 +358,23 @@ class Checkpointer:
             self._client.record(Resumed(step=commit.step))
         return state
 
-    def roll_back(self, generation: int) -> None:
-        """Sets aside the commits of states after the newest verified one, so that a restore takes an older one.
+    def _roll_back(self, group: ProcessGroup) -> None:
+        """Sets aside the commits of states after `roll_back_to`, as any rank knows it. Collective.
 
-        One rank calls it, before all ranks restart.
+        From here on, no save of an earlier generation can commit; see `why_not_commit`.
         """
-        catalog, verified = CommitCatalog(self._storage, self._record_rejected), self.verified_step or 0
+        known = [json.loads(each) for each in group.all_gather_bytes(json.dumps(self.roll_back_to).encode())]
+        limits = [limit for limit in known if limit is not None]
+        self.roll_back_to = None
+        if not limits or group.rank != 0:
+            return
+        catalog = CommitCatalog(self._storage, self._record_rejected)
         for commit in catalog.manifests():
-            if commit.step <= verified:
+            if commit.step <= min(limits):
                 break
-            reason = f"a worker computed wrong values, and the newest verified state is that of step {verified}"
+            reason = f"a worker computed wrong values, and the newest verified state is that of step {min(limits)}"
             catalog.reject(commit.key, commit.attempt, CheckpointError(reason))
-        catalog.set_aside_rejected(partial(self._check_may_commit, generation))
+        catalog.set_aside_rejected(partial(self._check_may_commit, group.assignment.generation))
 
     def _record_rejected(self, key: str, reason: str) -> None:
         self._client.record(CommitRejected(key=key, reason=reason))

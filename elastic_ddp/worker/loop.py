@@ -174,7 +174,8 @@ class Loop:
         last, self._last, every = self._last, _NO_STEP, config.verify.every_steps
         dispute = last.dispute if place.same_members else None
         request = last.request if dispute is not None or last.generation == number else 0
-        is_first = bool(place.receivers) and last.generation != number
+        # Of the same members, some may have a dispute, and others have failed before they knew of it.
+        is_first = bool(place.receivers or place.same_members) and last.generation != number
         is_due = bool(every and ((index + 1) % every == 0 or is_first)) or dispute is not None or request
         has_bits = (config.strategy, config.reduction) == ("ddp", "canonical")
         # With fp16, the weights of the run's first micro-batch decide what all losses are divided by.
@@ -222,8 +223,7 @@ class Loop:
             raise WorkerAtFaultError(verdict.text)
         if action == "rollback":
             self.state.is_torn = True  # so that the ranks restart from a commit
-            if self.rank == (0 if verdict.at_fault else 1):
-                self.checkpointer.roll_back(generation.number)
+            self.checkpointer.roll_back_to = self.checkpointer.verified_step or 0
         raise PeerFailedError(f"{verdict.text}, and leaves")
 
     def _verified(

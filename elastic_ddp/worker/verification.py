@@ -95,8 +95,12 @@ class Verification:
     def exchange(self) -> Iterator[tuple[int, Any]]:
         """Yields the micro-batches of others that this rank computes, and their rows. Collective."""
         group, rank, device = self.group, self.group.rank, self.group.device
-        own = json.dumps({micro_batch: sizes for micro_batch, (sizes, _) in self._kept.items()}).encode()
-        sizes_of = {int(m): sizes for each in group.all_gather_bytes(own) for m, sizes in json.loads(each).items()}
+        sizes = {micro_batch: sizes for micro_batch, (sizes, _) in self._kept.items()}
+        own = json.dumps([self.dispute is not None, sizes]).encode()
+        told = [json.loads(each) for each in group.all_gather_bytes(own)]
+        if len({has_dispute for has_dispute, _ in told}) > 1:  # a rank failed before it knew of it
+            self.checks, self.dispute = (), None
+        sizes_of = {int(m): sizes for _, each in told for m, sizes in each.items()}
         contents = {micro_batch: content for micro_batch, (_, content) in self._kept.items()}
         messages = []
         for check in self.checks:
