@@ -50,6 +50,8 @@ POLLS_WITHOUT_PLAN = 5
 
 SAVES_KEPT = 20
 """Number of generations for which the store keeps the keys of saves, which may outlive their generation."""
+RECONNECT_S = 10.0
+"""How long members have, at least, to reconnect after a restart: each asks Ray for the new process first."""
 _OF_GENERATION = re.compile(r"(generation|saves)(\d+)/")
 
 RendezvousHandle = Any
@@ -148,7 +150,7 @@ class Rendezvous:
 
     async def _check_reconnects(self, members: list[str]) -> None:
         """After a restart, members that do not reconnect their heartbeats have failed."""
-        await asyncio.sleep(self._options.heartbeat_timeout_s)
+        await asyncio.sleep(max(self._options.heartbeat_timeout_s, RECONNECT_S))
         for member in members:
             if not self._heartbeats.is_connected(member):
                 await self._on_failure(member, "it did not reconnect after a restart of the rendezvous")
