@@ -246,7 +246,10 @@ def test_a_rendezvous_goes_on_quietly_after_the_driver_has_removed_its_folder(pl
     play(scenario, options)
 
 
-def test_a_restarted_rendezvous_resumes_from_its_snapshot(play: Play, tmp_path: Path) -> None:
+def test_a_restarted_rendezvous_resumes_from_its_snapshot(
+    play: Play, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("elastic_ddp.rendezvous.actor.RECONNECT_S", 0.3)
     options = RendezvousOptions(min_workers=1, max_workers=4, heartbeat_timeout_s=0.3, snapshot_folder=str(tmp_path))
     reports = [ledger_event("commit", step=5, request=None, at=0.0)]
 
