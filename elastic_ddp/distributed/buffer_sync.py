@@ -167,7 +167,7 @@ class StepBuffers:
         return [(id(buffer), 0 if buffer is None else version(buffer)) for buffer in current]
 
     def _registered(self) -> list[tuple[torch.nn.Module, str, torch.Tensor | None]]:
-        """Returns the buffers of the modules that the step began with, each with its module and its name there."""
+        """Returns the buffers of all modules, each with its module and its name there."""
         return [
             (module, name, buffer)
             for module in self._modules

@@ -310,7 +310,7 @@ class CorruptionFound(AgreedEvent, event="corruption"):
     step: int
     """Steps done before it."""
     text: str
-    """What differs, and who is at fault."""
+    """What differs, and which rank is at fault."""
     rank: int | None = None
     """The rank at fault; null if nothing tells which of several ranks it is."""
     suspects: list[int] = field(default_factory=list)

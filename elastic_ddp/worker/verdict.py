@@ -1,4 +1,4 @@
-"""Who is at fault if ranks compute different bits: a judgement of digests, without torch and without processes.
+"""Decides from digests which rank is at fault if ranks compute different bits. Without torch.
 
 In a verified step each rank computes a micro-batch of another rank again. The gradient of a micro-batch has the same
 bits on every rank, so one comparison finds a rank that computed a wrong value. If two differ, the step is repeated, and
@@ -35,7 +35,7 @@ class Verdict:
     """What the ranks of a verified step conclude. All fields are empty if all bits are equal."""
 
     disputed: tuple[Check, ...] = ()
-    """What all ranks must compute again to know who is at fault. The step is repeated."""
+    """Micro-batches that all ranks must compute again to find the rank at fault. The step is repeated."""
     at_fault: int | None = None
     suspects: tuple[int, ...] = ()
     """Two ranks that differ, with no third one to tell which is right; or ranks that differ from themselves."""

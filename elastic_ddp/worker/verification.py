@@ -29,7 +29,7 @@ _FIRST_TAG = 1 << 20
 
 @dataclass(frozen=True)
 class Dispute:
-    """What a repeated step computes to find out who is at fault."""
+    """The micro-batches that a repeated step computes to find the rank at fault."""
 
     checks: tuple[Check, ...]
     former: Mapping[int, Mapping[int, Digests]]
@@ -54,7 +54,7 @@ class Verification:
     Attributes:
         checks: what is compared.
         verified: steps done in the newest verified state, after `conclude` as any rank knows it; None if there is none.
-        dispute: set if the step is repeated to find out who is at fault.
+        dispute: set if the step is repeated to find the rank at fault.
     """
 
     group: ProcessGroup
@@ -133,7 +133,7 @@ class Verification:
         """Returns what all ranks conclude, alike on all. Collective.
 
         Raises:
-            StepDisputedError: ranks computed different bits, and the step must be repeated to find out who is at fault.
+            StepDisputedError: ranks computed different bits. The step must be repeated to find the rank at fault.
         """
         digests = {m: [tuple(each.tolist()) for each in found] for m, found in self._digests.items()}
         summed = digest_tensors([tensor for _, tensor in sorted(state.items())])

@@ -1,4 +1,4 @@
-"""Who is at fault, from the digests of all ranks."""
+"""The rank at fault is found from the digests of all ranks."""
 
 from __future__ import annotations
 
