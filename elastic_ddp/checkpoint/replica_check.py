@@ -6,6 +6,7 @@ Ranks share the writing of these tensors. If ranks differed, a commit would mix 
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
@@ -85,18 +86,21 @@ def _piece_of(block: torch.Tensor, draw: random.Random) -> torch.Tensor:
 
 def check_replicas(samples: Iterable[Sequence[Sample]]) -> None:
     """Raises ReplicasDifferError, with the names of tensors, if the samples of two ranks differ; in rank order."""
-    first, *others = samples
-    for rank, other in enumerate(others, start=1):
-        if [sample.tensor for sample in first] != [sample.tensor for sample in other]:
+    by_rank = [tuple(each) for each in samples]
+    common, count = Counter(by_rank).most_common(1)[0]
+    for rank, own in enumerate(by_rank):
+        if [sample.tensor for sample in own] != [sample.tensor for sample in common]:
             raise ReplicasDifferError(
-                f"rank {rank} does not hold the same tensors as rank 0, by name and shape. The training function must "
-                "prepare the same state on every rank"
+                f"rank {rank} does not hold the same tensors as rank {by_rank.index(common)}, by name and shape. The "
+                "training function must prepare the same state on every rank"
             )
-        if different := [mine.tensor for mine, theirs in zip(first, other, strict=True) if mine != theirs]:
+        if different := [mine.tensor for mine, theirs in zip(own, common, strict=True) if mine != theirs]:
             names = shorten([*dict.fromkeys(different)], 5)
+            what = f"ranks {by_rank.index(common)} and {rank} hold different values of {names}"
+            if count == len(by_rank) - 1 > 1:
+                what = f"rank {rank} holds other values of {names} than all other ranks"
             raise ReplicasDifferError(
-                f"ranks 0 and {rank} hold different values of {names}, which must be equal on all ranks. This state is "
-                "not committed. Run the same command again to resume from the newest commit. If the error comes back, "
-                "the training function depends on the rank, the host or the time, or uses a nondeterministic "
-                "operation; otherwise suspect the hardware"
+                f"{what}, which must be equal on all ranks. This state is not committed. Run the same command again to "
+                "resume from the newest commit. If the error comes back, the training function depends on the rank, "
+                "the host or the time, or uses a nondeterministic operation; otherwise suspect the hardware"
             )

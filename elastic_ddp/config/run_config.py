@@ -181,9 +181,9 @@ class VerifyConfig(Settings):
     takes one micro-batch longer. Requires `reduction = "canonical"`. With FSDP, shards are compared with their mirrors
     instead."""
     action: Literal["warn", "drain", "stop", "rollback"] = "warn"
-    """What to do about a worker at fault: `warn` goes on with it; `drain` goes on without it and its node; `rollback`
-    does that and resumes from the newest commit of a state that was verified; `stop` ends the run. If
-    nothing tells which of several workers is right, all but `warn` end the run."""
+    """What to do about a worker at fault: `warn` goes on with it; `drain` goes on without it and its node, or with one
+    worker fewer if all are on one node; `rollback` does that and resumes from the newest commit of a state that was
+    verified; `stop` ends the run. If nothing tells which of several workers is right, all but `warn` end the run."""
 
 
 class RunConfig(Settings):

@@ -37,7 +37,6 @@ from elastic_ddp.rendezvous.messages import (
 )
 from elastic_ddp.rendezvous.status import all_workers
 from elastic_ddp.telemetry.event import Event
-from elastic_ddp.telemetry.events import ResizeRequested
 
 _log = logging.getLogger(__name__)
 
@@ -329,6 +328,11 @@ class Rendezvous:
                 coordinator.drain(node_id, within_s, by)
             return node_ids
 
+    async def exclude(self, member: Member, within_s: float) -> None:
+        """Keeps the run off the device of a member; see `Coordinator.exclude`."""
+        async with self._locked() as coordinator:
+            coordinator.exclude(member, within_s)
+
     async def undrain(self, node_id: str) -> None:
         """Admits workers on a node again that was drained, given by Ray's id."""
         async with self._locked() as coordinator:
@@ -337,9 +341,7 @@ class Rendezvous:
     async def resize(self, num_workers: int) -> None:
         """Sets the maximum number of workers."""
         async with self._locked() as coordinator:
-            coordinator.record(ResizeRequested(num_workers=num_workers))
-            coordinator.membership.wanted = num_workers
-            coordinator.apply_request()
+            coordinator.resize(num_workers)
 
     async def checkpoint(self) -> int:
         """Asks for a commit at the next step boundary. Returns the number of the request, for `committed`."""

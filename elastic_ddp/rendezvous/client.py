@@ -121,9 +121,9 @@ class RendezvousClient:
         """Asks to leave the run at a step boundary, within a number of seconds."""
         self._call(self._rendezvous.leave, self.member, within_s, why)
 
-    def drain_node(self, within_s: float, by: str) -> None:
-        """Asks all workers of this node to leave within a number of seconds, and keeps new ones off it."""
-        self._call_in_order(self._rendezvous.drain, self.member.node_id, within_s, by)
+    def exclude(self, within_s: float) -> None:
+        """Keeps the run off this worker's device, because it computes wrong values; see `Coordinator.exclude`."""
+        self._call_in_order(self._rendezvous.exclude, self.member, within_s)
 
     def record(self, event: Event) -> None:
         """Queues an event for the ledger, with the current time as `at` if it has none. Never blocks."""

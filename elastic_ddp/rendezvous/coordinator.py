@@ -308,6 +308,25 @@ class Coordinator:
                 self.record(events.DrainNoticed(node_id=node_id, within_s=within_s, by=by))
             self.apply_request()
 
+    def resize(self, num_workers: int) -> None:
+        """Sets the maximum number of workers."""
+        self.record(events.ResizeRequested(num_workers=num_workers))
+        self.membership.wanted = num_workers
+        self.apply_request()
+
+    def exclude(self, member: Member, within_s: float) -> None:
+        """Keeps the run off the device of a member that computes wrong values.
+
+        Its node is drained. If all members are on this node, the run goes on with one worker fewer instead, unless it
+        needs all: a replacement would get the same device.
+        """
+        staying = [other for other in self.membership.known() if other.id != member.id]
+        if any(other.node_id != member.node_id for other in staying):
+            self.drain(member.node_id, within_s, "verify")
+        elif len(staying) >= self.membership.min_workers:
+            self.ask_to_leave(member, within_s, "verify")
+            self.resize(len(staying))
+
     def undrain(self, node_id: str) -> None:
         """Admits members from a node again that was drained."""
         if node_id in self.membership.draining:

@@ -41,11 +41,13 @@ def _digest(tensor: torch.Tensor) -> torch.Tensor:
     if content.storage_offset() % 8:
         content = content.clone()
     size, num_rows = 8 * _WORDS, len(content) // (8 * _WORDS)
-    num_left = len(content) - num_rows * size
-    rest = torch.zeros(-(-num_left // 8) * 8, dtype=torch.uint8, device=content.device)
-    rest[:num_left] = content[num_rows * size :]
+    rest = content[num_rows * size :]
+    if len(rest) % 8:
+        rest = torch.cat([rest, rest.new_zeros(-len(rest) % 8)])
     weights = _weights(content.device)
     total = (rest.view(torch.int64) * weights[: len(rest) // 8]).sum() * (2 * num_rows + 1)
+    if not num_rows:
+        return total
     rows = content[: num_rows * size].view(torch.int64).view(num_rows, _WORDS)
     first = 0
     for part in rows.split(_ROWS.get(content.device.type, 64)):

@@ -237,6 +237,15 @@ class Checkpointer:
             outcome, self._outcome = self._outcome, None
             raise outcome
 
+    @property
+    def replicas_differ(self) -> bool:
+        """Whether the newest save found that ranks hold different state. On rank 0, until `forget_outcome`."""
+        return isinstance(self._outcome, ReplicasDifferError)
+
+    def forget_outcome(self) -> None:
+        """Forgets how the newest save has ended: a verified step has found the rank at fault since."""
+        self._outcome = None
+
     def _check_may_commit(self, generation: int) -> None:
         """Raises if this worker was presumed dead, if the run has resumed since, or if the driver was replaced."""
         if (reason := self._client.why_not_commit(generation)) is not None:
@@ -332,8 +341,7 @@ class Checkpointer:
 
         Every rank calls it. Raises as `restore.restore` does, and a CheckpointError if no commit is usable.
         """
-        if self._job.config.verify.action == "rollback":
-            self._roll_back(group)
+        rolled_back = self._job.config.verify.action == "rollback" and self._roll_back(group)
         catalog = CommitCatalog(self._storage, self._record_rejected)
         restored = restore(
             catalog,
@@ -345,7 +353,7 @@ class Checkpointer:
             tick=self._client.activity.tick,
         )
         if restored is None:
-            if group.rank == 0:
+            if group.rank == 0 and not rolled_back:
                 check_no_commits(self._job.config.name, self._storage, catalog.rejected)
             self.schedule.start_over()
             self.metrics.restore({})
@@ -358,16 +366,17 @@ class Checkpointer:
             self._client.record(Resumed(step=commit.step))
         return state
 
-    def _roll_back(self, group: ProcessGroup) -> None:
+    def _roll_back(self, group: ProcessGroup) -> bool:
         """Sets aside the commits of states after `roll_back_to`, as any rank knows it. Collective.
 
-        From here on, no save of an earlier generation can commit; see `why_not_commit`.
+        Returns whether any rank knows it: the run begins anew if no commit is left. From here on, no save of an earlier
+        generation can commit; see `why_not_commit`.
         """
         known = [json.loads(each) for each in group.all_gather_bytes(json.dumps(self.roll_back_to).encode())]
         limits = [limit for limit in known if limit is not None]
         self.roll_back_to = None
         if not limits or group.rank != 0:
-            return
+            return bool(limits)
         catalog = CommitCatalog(self._storage, self._record_rejected)
         for commit in catalog.manifests():
             if commit.step <= min(limits):
@@ -375,6 +384,7 @@ class Checkpointer:
             reason = f"a worker computed wrong values, and the newest verified state is that of step {min(limits)}"
             catalog.reject(commit.key, commit.attempt, CheckpointError(reason))
         catalog.set_aside_rejected(partial(self._check_may_commit, group.assignment.generation))
+        return True
 
     def _record_rejected(self, key: str, reason: str) -> None:
         self._client.record(CommitRejected(key=key, reason=reason))

@@ -67,6 +67,8 @@ class _LastStep(NamedTuple):
 
 
 _NO_STEP = _LastStep()
+_OF_COMMIT = -1
+"""In place of a request's number: a commit has found that ranks differ, and a verified step finds the rank at fault."""
 
 
 class Loop:
@@ -167,19 +169,18 @@ class Loop:
 
         All ranks decide alike.
 
-        The first step of a run and the first one after workers have joined are verified, too: another device may
-        compute other bits. So is the step after one in which rank 0 voted for it.
+        The first step of each generation is verified, too: a device that has joined may compute other bits. So is the
+        step after one in which rank 0 voted for it.
         """
         config, place, number = self.job.config, generation.group.assignment, generation.number
         last, self._last, every = self._last, _NO_STEP, config.verify.every_steps
         dispute = last.dispute if place.same_members else None
         request = last.request if dispute is not None or last.generation == number else 0
         # Of the same members, some may have a dispute, and others have failed before they knew of it.
-        is_first = bool(place.receivers or place.same_members) and last.generation != number
+        is_first = last.generation != number
         is_due = bool(every and ((index + 1) % every == 0 or is_first)) or dispute is not None or request
-        has_bits = (config.strategy, config.reduction) == ("ddp", "canonical")
         # With fp16, the weights of the run's first micro-batch decide what all losses are divided by.
-        if not is_due or not has_bits or self.world_size == 1 or (self.state.loss_scale is not None and index == 0):
+        if not is_due or not self._has_equal_bits or (self.state.loss_scale is not None and index == 0):
             return 0, {}
 
         def begin(generation: Generation) -> Verification:
@@ -187,18 +188,32 @@ class Loop:
             node, verified = self.client.member.node, self.checkpointer.verified_step
             return Verification.begin(generation.group, generation.strategy, node, count, dispute, verified)
 
-        act_on = partial(self._act_on, generation, index, request or None)
+        act_on = partial(self._act_on, generation, index, request)
         return request, {"begin_verification": begin, "act_on": act_on}
 
+    @property
+    def _has_equal_bits(self) -> bool:
+        """Whether other ranks compute the same bits of a micro-batch, so that they can verify it."""
+        return (self.job.config.strategy, self.job.config.reduction) == ("ddp", "canonical") and self.world_size > 1
+
+    @property
+    def _must_find_rank_at_fault(self) -> bool:
+        """Whether a commit has found that ranks differ, and the run is to go on without the one at fault. On rank 0."""
+        goes_on = self.job.config.verify.action in ("drain", "rollback") and self._has_equal_bits
+        return goes_on and self.checkpointer.replicas_differ
+
     def _act_on(
-        self, generation: Generation, index: int, request: int | None, verdict: Verdict, verification: Verification
+        self, generation: Generation, index: int, request: int, verdict: Verdict, verification: Verification
     ) -> None:
         """Reports the verdict on a step, before the step changes anything, and does what `verify.action` says."""
+        answered = request if request > 0 else None
         action, record = self.job.config.verify.action, self.membership.agreed_events.record
         self.checkpointer.verified_step = verification.verified
+        if request == _OF_COMMIT:
+            self.checkpointer.forget_outcome()
         if verdict.is_clean:
             # The state as the step began is that of all ranks. Its optimizer may still go wrong on one.
-            return self._verified(generation, index + 1, index, len(verification.checks), request)
+            return self._verified(generation, index + 1, index, len(verification.checks), answered)
         found = CorruptionFound(
             generation=generation.number,
             step=index,
@@ -206,7 +221,7 @@ class Loop:
             rank=verdict.at_fault,
             suspects=list(verdict.suspects),
             action=action,
-            request=request,
+            request=answered,
         )
         record(found, is_rank_0=self.rank == 0)
         if action == "warn":
@@ -218,8 +233,7 @@ class Loop:
                 'the same command again without a faulty node; verify.action = "warn" goes on.'
             )
         if verdict.at_fault == self.rank:
-            if generation.group.assignment.num_nodes > 1:
-                self.client.drain_node(self.job.config.drain_deadline_s, "verify")
+            self.client.exclude(self.job.config.drain_deadline_s)
             raise WorkerAtFaultError(verdict.text)
         if action == "rollback":
             self.state.is_torn = True  # so that the ranks restart from a commit
@@ -261,9 +275,10 @@ class Loop:
         profile = 0 if generation is None else self.profiler.vote(generation.number, self.rank)
         votes = {"reconfigure": reconfigure, "saving": self.checkpointer.is_saving, "profile": profile}
         if self.rank == 0:
-            votes["commit"] = self.checkpointer.schedule.should_commit(steps_done)
+            differ = self._must_find_rank_at_fault
+            votes["commit"] = not differ and self.checkpointer.schedule.should_commit(steps_done)
             votes["stop"] = self.client.stop_requested
-            requested = self.client.verify_requested
+            requested = _OF_COMMIT if differ else self.client.verify_requested
             votes["verify"] = 0 if requested == self._answered else requested
         return votes
 
@@ -298,7 +313,7 @@ class Loop:
         is_verified = bool(every and steps_done % every == 0)
         if step.generation.compare_mirrors(is_wanted=bool(votes["commit"]) or is_verified) and is_verified:
             self._verified(step.generation, steps_done, steps_done, num_checks=0)
-        if is_rank_0:
+        if is_rank_0 and not self._must_find_rank_at_fault:
             self.checkpointer.check()
         if votes["stop"]:
             self._commit_final_state(step.generation)

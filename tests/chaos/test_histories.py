@@ -245,7 +245,11 @@ def draw_faults(seed: int) -> list[Fault]:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_random_faults_make_no_difference(folder: Path, calm_and_long: Mapping[str, Any], seed: int) -> None:
+    """Nor does verifying every step, which takes none of them for corruption."""
     faults = draw_faults(seed)
-    settings = {"steps": LONG, "heartbeat_timeout_s": 3.0}
+    settings = {"steps": LONG, "heartbeat_timeout_s": 3.0, "verify": {"every_steps": 1, "action": "stop"}}
     run = Trial(folder, f"random-{seed}", faults, settings)
-    run.check(run.fit().summary, calm_and_long)
+    summary = run.fit().summary
+    run.check(summary, calm_and_long)
+    assert not run.events("corruption")
+    assert len(run.events("verified")) >= LONG // 2, "steps of a single worker are not verified"

@@ -64,9 +64,8 @@ def fit(folder: Path, name: str, workers: int, *, fault: Any = None, data: Any =
                 step.optimize()
         run.evaluate(jobs.loss_fn, Augmented(), collate_fn=pad)
 
-    config = jobs.settings(
-        str(folder), name, workers, steps=STEPS, data={"concurrency": concurrency, "drop_last": True}
-    )
+    data_config, verify = {"concurrency": concurrency, "drop_last": True}, {"every_steps": 1, "action": "stop"}
+    config = jobs.settings(str(folder), name, workers, steps=STEPS, data=data_config, verify=verify)
     return ed.ElasticTrainer(train, data or Augmented(), config, collate_fn=pad).fit()
 
 
@@ -75,6 +74,7 @@ def test_a_killed_worker_changes_neither_weights_nor_samples_of_map_style_data(t
     marker = tmp_path / "killed"
     disturbed = fit(tmp_path, "disturbed", 2, fault=jobs.kill_once(str(marker), rank=1, step=13))
     assert marker.exists() and len(disturbed.summary["generations"]) > 1
+    assert disturbed.summary["verified_step"] >= 13 and not disturbed.summary["corruptions"]
     assert calm.samples == STEPS * 48  # ROWS is no multiple of it: the rest of each epoch is dropped
     assert disturbed.samples_sha256 == calm.samples_sha256
     assert disturbed.weights_sha256 == calm.weights_sha256

@@ -43,8 +43,12 @@ def test_every_bit_of_a_small_state_is_compared() -> None:
         for place in range(12):
             other = copy.deepcopy(state)
             other[name].view(-1).view(torch.int32)[place] ^= 1
-            with pytest.raises(ReplicasDifferError, match=f"ranks 0 and 2 hold different values of {name}"):
-                check_replicas([draw(state), draw(state), draw(other)])
+            for odd in range(3):
+                samples = [draw(other if rank == odd else state) for rank in range(3)]
+                with pytest.raises(ReplicasDifferError, match=f"rank {odd} holds other values of {name} than"):
+                    check_replicas(samples)
+            with pytest.raises(ReplicasDifferError, match=f"ranks 0 and 1 hold different values of {name},"):
+                check_replicas([draw(state), draw(other)])
     check_replicas([draw(state), draw(copy.deepcopy(state))])
     check_replicas([()])
 

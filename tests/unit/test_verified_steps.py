@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from elastic_ddp.checkpoint import CommitCatalog
 from elastic_ddp.config.run_config import RunConfig
@@ -98,8 +99,20 @@ def break_down(kind: str, run: Any, model: Any, optimizer: Any) -> Callable[[int
     return at_end
 
 
-def train(run: Any, fault: Fault | None, *, is_weighted: bool = False) -> None:
-    net = Net()
+class Checkpointed(Net):
+    """Computes a part of the forward again in the backward."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = checkpoint(self.body, x.clone().requires_grad_(), use_reentrant=True).tanh()
+        return self.head(self.dropout(self.norm(hidden)))  # type: ignore[no-any-return]
+
+
+def train(run: Any, fault: Fault | None, *, is_weighted: bool = False, variant: str = "") -> None:
+    net = Checkpointed() if variant == "reentrant" else Net()
+    if variant == "reentrant":
+        del net.mixed  # which that forward leaves out
+    if variant == "compiled":
+        net.compile(backend="aot_eager")
     if run.config.strategy == "fsdp":  # which takes contiguous parameters only
         net.mixed = torch.nn.Parameter(net.mixed.detach().contiguous())
     model = run.prepare(net)
@@ -117,23 +130,21 @@ def train(run: Any, fault: Fault | None, *, is_weighted: bool = False) -> None:
                 at_end(step.index)
 
 
-def run_of(
-    folder: Path, size: int, fault: Fault | None = None, *, is_weighted: bool = False, **changes: Any
-) -> tuple[dict[str, Any], Workers]:
-    with workers(folder, size, fault, is_weighted=is_weighted, **changes) as run:
+def run_of(folder: Path, size: int, fault: Fault | None = None, **changes: Any) -> tuple[dict[str, Any], Workers]:
+    with workers(folder, size, fault, **changes) as run:
         run.start(size)
         return hashes(run), run
 
 
 @contextmanager
 def workers(
-    folder: Path, size: int, fault: Fault | None = None, *, is_weighted: bool = False, **changes: Any
+    folder: Path, size: int, fault: Fault | None = None, *, is_weighted: bool = False, variant: str = "", **changes: Any
 ) -> Iterator[Workers]:
     """The workers of a run, each on a node of its own. None is started."""
     folder.mkdir(exist_ok=True)
     options: dict[str, Any] = {"nodes": [f"10.0.0.{number}" for number in range(size)], "num_rows": 250}
-    function = partial(train, fault=fault, is_weighted=is_weighted)
-    with running(folder, function, CPU, 0, **options, **{**SETTINGS, **changes}) as run:
+    function = partial(train, fault=fault, is_weighted=is_weighted, variant=variant)
+    with running(folder, function, CPU, 0, **{**options, **SETTINGS, **changes}) as run:
         yield run
 
 
@@ -174,8 +185,10 @@ def test_verified_steps_change_no_bits_and_raise_no_alarm(tmp_path: Path, calm: 
         pytest.param({"precision": "bf16", "clip_grad_norm": 0.1}, marks=pytest.mark.chaos),
         pytest.param({"ddp": {"find_unused_parameters": True}}, marks=pytest.mark.chaos),
         pytest.param(ONE_EACH, marks=pytest.mark.chaos),
+        pytest.param({"variant": "compiled"}, marks=pytest.mark.chaos),
+        pytest.param({"variant": "reentrant"}, marks=pytest.mark.chaos),
     ],
-    ids=lambda changes: ", ".join(changes),
+    ids=lambda changes: ", ".join(map(str, changes.values() if "variant" in changes else changes)),
 )
 def test_no_kind_of_job_raises_an_alarm(tmp_path: Path, changes: dict[str, Any]) -> None:
     calm = run_of(tmp_path / "calm", 1, **changes)[0]
@@ -218,6 +231,27 @@ def test_a_rollback_resumes_from_before_the_first_wrong_step(
     assert found == calm_with_one_each
     assert [corruption.step for corruption in corruptions(run)] == [3]
     assert [(each.world_size, each.first_step) for each in run.started()][-1] == (2, 1), "that state was verified"
+
+
+@pytest.mark.parametrize("action", ["drain", "rollback"])
+def test_a_commit_that_finds_another_state_asks_for_a_verified_step(tmp_path: Path, action: str) -> None:
+    """Without periodic verified steps. The commit is left out, and the rank at fault leaves before the next one."""
+    options: dict[str, Any] = {"verify": {"action": action}, "checkpoint": {"every_steps": 1}}
+    calm = run_of(tmp_path / "calm", 1, steps=40, **ONE_EACH)[0]
+    found, run = run_of(tmp_path / "fault", 3, Fault(0, "weight"), steps=40, **options, **ONE_EACH)
+    assert found["steps"] == 40 and run.world_sizes()[-1] == 2
+    assert action == "drain" or found == calm, "a rollback begins anew if no state was verified"
+    [corruption] = corruptions(run)
+    assert corruption.rank == 0 and "parameters, buffers or optimizer state of rank 0 differ" in corruption.text
+    [failed] = [event for event in run.rendezvous.events("commit_failed") if "Replicas" in event.error]
+    assert not failed.counts and "rank 0 holds other values of model.head.weight than" in failed.error
+
+
+def test_a_faulty_worker_is_not_replaced_on_the_only_node(tmp_path: Path, calm_with_one_each: dict[str, Any]) -> None:
+    options: dict[str, Any] = {"verify": {"every_steps": 1, "action": "drain"}, "nodes": ["10.0.0.0"] * 3}
+    found, run = run_of(tmp_path, 3, Fault(1, "gradient"), **options, **ONE_EACH)
+    assert found == calm_with_one_each and len(corruptions(run)) == 1
+    assert [event.num_workers for event in run.rendezvous.events("resize")] == [2] and run.world_sizes()[-1] == 2
 
 
 def test_a_person_asks_for_a_verified_step(tmp_path: Path) -> None:
