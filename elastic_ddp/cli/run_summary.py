@@ -88,7 +88,7 @@ def _corruption(summary: Mapping[str, Any]) -> str:
     count, step = summary.get("corruptions"), summary.get("verified_step")
     if count:
         return f"found {plural(count, 'time')}; `elastic-ddp events` has the ranks"
-    return "" if step is None else f"none up to step {step:,}, the last one verified"
+    return "" if step is None else f"none up to step {step:,}, the newest verified state"
 
 
 def _generations(summary: Mapping[str, Any]) -> Table:

@@ -334,7 +334,8 @@ class RunConfig(Settings):
         if self.verify.every_steps and self.strategy == "ddp" and self.reduction != "canonical":
             raise ValueError(
                 f"verify.every_steps={self.verify.every_steps} compares the bits of gradients, which are equal on all "
-                f'workers only with reduction="canonical", but this run has {self.reduction!r}; use that, or remove it'
+                f'workers only with reduction="canonical", but this run has {self.reduction!r}; set '
+                'reduction="canonical", or remove verify.every_steps'
             )
         if self.verify.every_steps and self.strategy == "fsdp" and not self.fsdp.mirror:
             raise ValueError(

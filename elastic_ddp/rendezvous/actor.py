@@ -370,7 +370,7 @@ class Rendezvous:
             if not self._options.can_verify:
                 return 'only strategy = "ddp" with reduction = "canonical" has bits to compare'
             if current is None or len(current.members) < 2:
-                return "a step is verified by two workers or more, and fewer train now"
+                return "fewer than two workers train now, and one alone has nothing to compare. Ask again when more do"
             coordinator.state.verify_requests += 1
             coordinator.apply_request()
             return coordinator.state.verify_requests

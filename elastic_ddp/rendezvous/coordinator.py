@@ -326,6 +326,7 @@ class Coordinator:
         elif len(staying) >= self.membership.min_workers:
             self.ask_to_leave(member, within_s, "verify")
             self.resize(len(staying))
+        self.mark_failed(member.id, "it computes wrong values")
 
     def undrain(self, node_id: str) -> None:
         """Admits members from a node again that was drained."""

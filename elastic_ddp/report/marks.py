@@ -121,7 +121,7 @@ class _Marks:
             case HangDetected():
                 self._add("hang", event, f"hang: no worker made progress for {duration(event.seconds)}")
             case CorruptionFound():
-                self._add("corruption", event, f"corruption: {first_line(event.text)}")
+                self._add("corruption", event, f"corruption: {first_line(event.text)}", step=event.step)
             case RunFailed():
                 self._add("run failed", event, f"the run failed: {first_line(event.error)}")
             case RunFinished():
@@ -174,13 +174,13 @@ class _Marks:
             index = next(at for at in reversed(range(len(self.found))) if self.found[at].kind == kind)
             self.found[index] = replace(self.found[index], text=text, num_workers=len(gone))
 
-    def _add(self, kind: Kind, event: Event, text: str, num_workers: int = 0) -> None:
+    def _add(self, kind: Kind, event: Event, text: str, num_workers: int = 0, step: int | None = None) -> None:
         self.found.append(
             Mark(
                 kind=kind,
                 at=self._clock.at(event),
                 time=event.moment,
-                step=self._step,
+                step=self._step if step is None else step,
                 world_size=self._size,
                 text=text,
                 num_workers=num_workers,

@@ -15,7 +15,7 @@ STARTED, RESUMED, WORKER_FAILED = "start", "resume", "worker failed"
 """Reasons for which a generation forms; there are others."""
 RUN_ENDED, RUN_FAILED, PEER_FAILED = "the run ended", "the run failed", "a worker failed"
 MEMBERSHIP_CHANGED, STATE_TRANSFERRED = "workers join or leave", "leaving workers transferred the state"
-STEP_REPEATS = "the loop ended with a step that repeats"
+STEP_REPEATS = "a step is repeated"
 """Reasons for which a generation ends."""
 EXITED = "its process exited"
 """How a worker failed whose process has ended; its Python stacks may follow."""
@@ -25,6 +25,7 @@ _FORMER_REASONS = {
     "workers were to join or leave": MEMBERSHIP_CHANGED,
     "those who go handed the state on": STATE_TRANSFERRED,
     "the loop ended with a step that was lost, and begins again": STEP_REPEATS,
+    "the loop ended with a step that repeats": STEP_REPEATS,
 }
 """Reasons in ledgers of version 0.1.0, and what they are called now."""
 

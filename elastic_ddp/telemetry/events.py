@@ -297,7 +297,7 @@ class StepVerified(AgreedEvent, event="verified"):
     """In a verified step, all ranks computed the same bits. Rank 0 reports it."""
 
     step: int
-    """Steps done after it."""
+    """Steps done in the state that all ranks hold alike: those before it, with FSDP those after it."""
     micro_batches: int
     """Number of micro-batches that were computed again; 0 with FSDP, which compares shards with their mirrors."""
     request: int | None = None
@@ -313,6 +313,8 @@ class CorruptionFound(AgreedEvent, event="corruption"):
     """What differs, and which rank is at fault."""
     rank: int | None = None
     """The rank at fault; null if nothing tells which of several ranks it is."""
+    node: str | None = None
+    """The address of its node."""
     suspects: list[int] = field(default_factory=list)
     """The ranks that may be at fault, if it is not known."""
     action: str = "warn"

@@ -50,7 +50,7 @@ def summarize(events: Iterable[Event], *, name: str | None = None, storage: str 
         `RunHandle.status`, and the number of those steps), memory_bytes (peak of GPU memory of any rank),
         commit_interval_s (the newest automatic choice), restarts (generations that formed after a failure),
         skipped_steps (steps that did not change the weights, see `on_nonfinite`),
-        verified_step (steps done in the last verified step), corruptions (how often ranks computed different bits),
+        verified_step (steps done in the newest verified state), corruptions (how often ranks computed different bits),
         workers_lost (workers that failed in a generation), workers_drained (workers that left because their node or
         process was to stop), generations (each with its `stalls` and the number of its session, from 1),
         scaling (throughput at each world size, see `scaling`),

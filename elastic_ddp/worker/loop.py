@@ -83,7 +83,7 @@ class Loop:
         self._step: Step | None = None
         self._warmup: WarmupStep | None = None
         self._mirror_warning: str | None = None
-        self._last, self._answered = _NO_STEP, 0  # the request that the current step answers
+        self._last, self._answering, self._answered = _NO_STEP, 0, 0  # requests for verified steps
 
     @property
     def has_begun(self) -> bool:
@@ -145,7 +145,7 @@ class Loop:
             seed_all(self.job.config.seed, index, "begin")
             rows, epoch, is_logged = shape.rows(index), shape.epoch_of(index), self._is_logged(index)
             request, options = self._verification_of(generation, index)
-            self._answered = request
+            self._answering = request
             self._step = Step(generation, rows, epoch, self._votes, is_logged=is_logged, **options)
             yield self._step
             step, self._step = self._step, None
@@ -207,18 +207,20 @@ class Loop:
     ) -> None:
         """Reports the verdict on a step, before the step changes anything, and does what `verify.action` says."""
         answered = request if request > 0 else None
+        self._answered = max(self._answered, request)
         action, record = self.job.config.verify.action, self.membership.agreed_events.record
         self.checkpointer.verified_step = verification.verified
         if request == _OF_COMMIT:
             self.checkpointer.forget_outcome()
         if verdict.is_clean:
             # The state as the step began is that of all ranks. Its optimizer may still go wrong on one.
-            return self._verified(generation, index + 1, index, len(verification.checks), answered)
+            return self._verified(generation, index, len(verification.checks), answered)
         found = CorruptionFound(
             generation=generation.number,
             step=index,
             text=verdict.text,
             rank=verdict.at_fault,
+            node=None if verdict.at_fault is None else verification.nodes[verdict.at_fault],
             suspects=list(verdict.suspects),
             action=action,
             request=answered,
@@ -240,12 +242,10 @@ class Loop:
             self.checkpointer.roll_back_to = self.checkpointer.verified_step or 0
         raise PeerFailedError(f"{verdict.text}, and leaves")
 
-    def _verified(
-        self, generation: Generation, steps_done: int, state: int, num_checks: int, request: int | None = None
-    ) -> None:
-        """Records that all ranks computed the same bits in a step; `state` counts the steps in the compared state."""
-        self.checkpointer.verified_step = state
-        done = StepVerified(generation=generation.number, step=steps_done, micro_batches=num_checks, request=request)
+    def _verified(self, generation: Generation, step: int, num_checks: int, request: int | None = None) -> None:
+        """Records that all ranks hold the same state after a number of steps, and computed the same bits from it."""
+        self.checkpointer.verified_step = step
+        done = StepVerified(generation=generation.number, step=step, micro_batches=num_checks, request=request)
         self.membership.agreed_events.record(done, is_rank_0=self.rank == 0)
 
     def _warn(self) -> None:
@@ -279,7 +279,8 @@ class Loop:
             votes["commit"] = not differ and self.checkpointer.schedule.should_commit(steps_done)
             votes["stop"] = self.client.stop_requested
             requested = _OF_COMMIT if differ else self.client.verify_requested
-            votes["verify"] = 0 if requested == self._answered else requested
+            is_answered = requested == self._answering or 0 < requested <= self._answered
+            votes["verify"] = 0 if is_answered else requested
         return votes
 
     def _end_step(self, step: Step, *, more_steps: bool = True) -> str | None:
@@ -312,7 +313,7 @@ class Loop:
         every = self.job.config.verify.every_steps
         is_verified = bool(every and steps_done % every == 0)
         if step.generation.compare_mirrors(is_wanted=bool(votes["commit"]) or is_verified) and is_verified:
-            self._verified(step.generation, steps_done, steps_done, num_checks=0)
+            self._verified(step.generation, steps_done, num_checks=0)
         if is_rank_0 and not self._must_find_rank_at_fault:
             self.checkpointer.check()
         if votes["stop"]:

@@ -158,4 +158,7 @@ def _judge_dispute(
 def _first_difference(one: Digests, other: Digests, names: Sequence[str]) -> str:
     """Returns which parameter differs first in the backward, which goes from the last one to the first."""
     differing = [name for name, a, b in zip(names, one, other, strict=True) if a != b] if one and other else []
-    return f"first in {differing[-1]} of {len(differing)} parameters" if differing else "in all parameters"
+    if not differing:
+        return "in all parameters"
+    others = f", and in {len(differing) - 1} more parameters" if differing[1:] else ""
+    return f"in parameter {differing[-1]}{others}"

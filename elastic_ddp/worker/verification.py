@@ -53,6 +53,7 @@ class Verification:
 
     Attributes:
         checks: what is compared.
+        nodes: the nodes of all ranks, after `conclude`.
         verified: steps done in the newest verified state, after `conclude` as any rank knows it; None if there is none.
         dispute: set if the step is repeated to find the rank at fault.
     """
@@ -63,6 +64,7 @@ class Verification:
     checks: tuple[Check, ...]
     dispute: Dispute | None = None
     verified: int | None = None
+    nodes: tuple[str, ...] = ()
     _digests: dict[int, list[torch.Tensor]] = field(default_factory=dict)
     _kept: dict[int, tuple[list[int], np.ndarray]] = field(default_factory=dict)
     """Of micro-batches that others compute again, the sizes of the parts of `packing.dump`, and the parts in a row."""
@@ -140,6 +142,7 @@ class Verification:
         of_state = hashlib.sha256(summed.cpu().numpy().tobytes()).hexdigest()
         own = Report(digests, of_state, self.node, _machine(self.group.device), self.verified)
         reports = [_report_of(each) for each in self.group.all_gather_bytes(json.dumps(asdict(own)).encode())]
+        self.nodes = tuple(each.node for each in reports)
         self.verified = max((each.verified for each in reports if each.verified is not None), default=None)
         former = {} if self.dispute is None else self.dispute.former
         verdict = judge(self.checks, reports, former, names)
