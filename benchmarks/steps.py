@@ -7,8 +7,11 @@ and two workers (or `--workers`) of one thread each:
     native       ElasticTrainer with `reduction="native"`, the stock all-reduce
     canonical    ElasticTrainer with `reduction="canonical"`, the same bits at every world size
 
+With `--job gan`, they train a GAN of 1.9 M parameters in place of the GPT: two updates in each step, and for plain DDP
+two wrapped modules.
+
 With `--strategy fsdp`, each block is a unit of FSDP, and plain is `fully_shard`, which reduces every micro-batch.
-Shards have mirrors, or none with `--no-mirror`.
+It has mirrors, or none with `--no-mirror`.
 
 The load of other programs changes within seconds. So all sides are started and warmed up, and then take turns: one runs
 for ten seconds while all processes of the others, including Ray's, are stopped (SIGSTOP). A turn in which other
@@ -50,6 +53,7 @@ sys.path.insert(0, EXAMPLES)
 from arguments import positive_int  # noqa: E402
 from gpt import GPT, Block, next_byte_loss  # noqa: E402
 from machine import busy_seconds, describe_machine, kill_all, processes_below, signal_all  # noqa: E402
+from step_gan import GAN, PlainGAN, critic_loss, generator_loss, optimizer_of  # noqa: E402
 from windows import endless_batches, write_random_windows  # noqa: E402
 
 MODEL = {"context": 64, "width": 320, "layers": 8, "heads": 5, "dropout": 0.0}
@@ -61,6 +65,7 @@ LOG_EVERY_STEPS = 10
 FOREIGN_SHARE = 0.05
 SIDES = ("plain", "native", "canonical")
 TARGETS = {"ddp": {"native": 0.95, "canonical": 0.85}, "fsdp": {"native": 0.95, "canonical": 0.9}}
+TARGETS["gan"] = {"native": 0.93, "canonical": 0.93}
 
 
 class StepLog:
@@ -78,11 +83,24 @@ class StepLog:
 
 
 def run_elastic(
-    side: str, data: str, folder: str, workers: int, accumulate: int, strategy: str, *, mirror: bool
+    side: str, data: str, folder: str, workers: int, accumulate: int, strategy: str, *, mirror: bool, job: str
 ) -> None:
     import ray
 
     import elastic_ddp as ed
+
+    def train_gan(run: ed.Run) -> None:
+        gan = run.prepare(GAN())
+        critic, generator = (run.prepare(optimizer_of(each)) for each in (gan.critic, gan.generator))
+        log = None
+        for step in run.steps():
+            with step:
+                for optimizer, loss in ((critic, critic_loss), (generator, generator_loss)):
+                    with step.update(optimizer):
+                        for batch in step.micro_batches():
+                            step.backward(loss(gan.generator, gan.critic, batch))
+            log = log or StepLog(folder, run.rank)
+            log.step_ended()
 
     def train(run: ed.Run) -> None:
         model = run.prepare(GPT(**MODEL), shard=Block if strategy == "fsdp" else None)
@@ -112,16 +130,28 @@ def run_elastic(
         checkpoint=ed.CheckpointConfig(every_steps=MANY_STEPS),  # plain DDP writes no checkpoints
     )
     ray.init("local", num_cpus=workers, include_dashboard=False, logging_level="warning")
-    ed.ElasticTrainer(train, data, config).fit()
+    ed.ElasticTrainer(train_gan if job == "gan" else train, data, config).fit()
 
 
 # Plain DDP, as a careful user would write it.
 
 
-def run_plain(data: str, folder: str, accumulate: int, strategy: str) -> None:
+def run_plain_gan(data: str, folder: str, accumulate: int) -> None:
+    gan, batches = PlainGAN(), endless_batches(data, MICRO_BATCH_SIZE, num_workers=1)
+    log = StepLog(folder, dist.get_rank())
+    for step in range(MANY_STEPS):
+        loss = gan.step([next(batches) for _ in range(accumulate)])
+        if step % LOG_EVERY_STEPS == 0 and dist.get_rank() == 0:
+            print(f"step {step}: loss {loss.item():.4f}")
+        log.step_ended()
+
+
+def run_plain(data: str, folder: str, accumulate: int, strategy: str, job: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     torch.manual_seed(0)
+    if job == "gan":
+        return run_plain_gan(data, folder, accumulate)
     model: torch.nn.Module = GPT(**MODEL)
     if strategy == "fsdp":
         for unit in [*(module for module in model.modules() if isinstance(module, Block)), model]:
@@ -160,7 +190,16 @@ class Side:
     """One of the three ways to train, in processes of its own."""
 
     def __init__(
-        self, name: str, data: Path, folder: Path, *, workers: int, accumulate: int, strategy: str, mirror: bool
+        self,
+        name: str,
+        data: Path,
+        folder: Path,
+        *,
+        workers: int,
+        accumulate: int,
+        strategy: str,
+        mirror: bool,
+        job: str,
     ) -> None:
         self.name, self._folder, self._num_workers = name, folder, workers
         folder.mkdir()
@@ -169,8 +208,8 @@ class Side:
             launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={workers}"]
         arguments = [__file__, "--side", name, "--data", str(data), "--folder", str(folder)]
         arguments += ["--workers", str(workers), "--accumulate", str(accumulate), "--strategy", strategy]
-        arguments += [] if mirror else ["--no-mirror"]
-        path = os.pathsep.join(filter(None, [EXAMPLES, os.environ.get("PYTHONPATH")]))
+        arguments += [*([] if mirror else ["--no-mirror"]), "--job", job]
+        path = os.pathsep.join(filter(None, [EXAMPLES, str(Path(__file__).parent), os.environ.get("PYTHONPATH")]))
         with (folder / "log").open("w") as log:
             self._process = subprocess.Popen(
                 [*launcher, *arguments],
@@ -245,6 +284,7 @@ def measure(
     accumulate: int,
     strategy: str,
     mirror: bool,
+    job: str,
     rounds: int,
     turn_s: float,
     patience_s: float,
@@ -258,8 +298,8 @@ def measure(
             task = progress.add_task(title, total=len(SIDES) * (1 + rounds))
             for name in SIDES:
                 folder = scratch / f"{name}-{accumulate}"
-                job: dict[str, Any] = {"accumulate": accumulate, "strategy": strategy, "mirror": mirror}
-                sides.append(Side(name, data, folder, workers=workers, **job))
+                options: dict[str, Any] = {"accumulate": accumulate, "strategy": strategy, "mirror": mirror, "job": job}
+                sides.append(Side(name, data, folder, workers=workers, **options))
                 sides[-1].warm_up()
                 progress.advance(task)
             deadline = time.monotonic() + patience_s
@@ -298,7 +338,7 @@ def measure(
 
 
 def print_table(results: dict[str, Any], output: Path) -> None:
-    console, targets = Console(), TARGETS[results["strategy"]]
+    console, targets = Console(), TARGETS["gan" if results["job"] == "gan" else results["strategy"]]
     console.print(f"{results['model']}; {results['strategy']}, {results['workers']} workers, one thread each, gloo")
     console.print(f"{results['machine']}")
     for setting in results["settings"]:
@@ -338,21 +378,22 @@ def main() -> None:
     )
     parser.add_argument("--strategy", choices=("ddp", "fsdp"), default="ddp")
     parser.add_argument("--mirror", action=argparse.BooleanOptionalAction, default=True, help="fsdp.mirror")
+    parser.add_argument("--job", choices=("gpt", "gan"), default="gpt", help="what is trained")
     parser.add_argument("--phases", action="store_true", help="what it costs to measure the phases of steps")
     parser.add_argument("--verify", action="store_true", help="what a verified step costs")
     for hidden in ("--side", "--data", "--folder"):  # passed to the processes of a side
         parser.add_argument(hidden, help=argparse.SUPPRESS)
     options = parser.parse_args()
     name = "steps-phases.json" if options.phases else "steps-fsdp.json" if options.strategy == "fsdp" else "steps.json"
-    name = "steps-verify.json" if options.verify else name
+    name = "steps-verify.json" if options.verify else "steps-gan.json" if options.job == "gan" else name
     options.output = options.output or Path("benchmarks/results", name)
     if options.side == "plain":
-        run_plain(options.data, options.folder, options.accumulate[0], options.strategy)
+        run_plain(options.data, options.folder, options.accumulate[0], options.strategy, options.job)
     elif options.phases or options.verify:
         report_one_run(options)
     elif options.side:
         job = options.workers, options.accumulate[0], options.strategy
-        run_elastic(options.side, options.data, options.folder, *job, mirror=options.mirror)
+        run_elastic(options.side, options.data, options.folder, *job, mirror=options.mirror, job=options.job)
     else:
         compare(options)
 
@@ -373,10 +414,13 @@ def report_one_run(options: argparse.Namespace) -> None:
 
 
 def compare(options: argparse.Namespace) -> None:
-    parameters = sum(parameter.numel() for parameter in GPT(**MODEL).parameters())
+    model = GAN() if options.job == "gan" else GPT(**MODEL)
+    kind = "GAN" if options.job == "gan" else f"GPT of context {MODEL['context']}"
+    parameters = sum(parameter.numel() for parameter in model.parameters())
     results: dict[str, Any] = {
         "machine": describe_machine(),
-        "model": f"GPT of {parameters / 1e6:.1f} M parameters, context {MODEL['context']}",
+        "model": f"{kind} with {parameters / 1e6:.1f} M parameters",
+        "job": options.job,
         "strategy": options.strategy,
         "mirror": options.mirror,
         "workers": options.workers,
@@ -397,6 +441,7 @@ def compare(options: argparse.Namespace) -> None:
                     accumulate=accumulate,
                     strategy=options.strategy,
                     mirror=options.mirror,
+                    job=options.job,
                     rounds=options.rounds,
                     turn_s=options.turn_s,
                     patience_s=options.patience_s,

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from elastic_ddp.loggers.logger import LoggedRun, Logger
     from elastic_ddp.worker.run import Run
     from elastic_ddp.worker.step import Step
+    from elastic_ddp.worker.update import Update
 
 _MODULES = {
     "CheckpointConfig": "config.run_config",
@@ -38,6 +39,7 @@ _MODULES = {
     "RunHandle": "driver.run_handle",
     "RunResult": "driver.run_result",
     "Step": "worker.step",
+    "Update": "worker.update",
     "VerifyConfig": "config.run_config",
     "cluster_has_gpus": "driver.cluster",
     "get_run": "driver.run_handle",
@@ -57,6 +59,7 @@ __all__ = [
     "RunHandle",
     "RunResult",
     "Step",
+    "Update",
     "VerifyConfig",
     "cluster_has_gpus",
     "get_run",

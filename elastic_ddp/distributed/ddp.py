@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import numpy as np
@@ -33,8 +33,25 @@ class _DirectCall(torch.nn.Module):
         return self._call(*args, **kwargs)
 
 
+class _Parameters(torch.nn.Module):
+    """What DDP wraps if it reduces a part of the model's parameters. Each loss passes through it before its backward.
+
+    So it does not matter which submodules the training function has called for this loss.
+    """
+
+    def __init__(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+        super().__init__()
+        self.parameters_ = torch.nn.ParameterList(parameters)
+
+    def forward(self, loss: torch.Tensor) -> torch.Tensor:
+        return loss
+
+
 class DDPStrategy(Strategy):
-    """Builds a DDP replica in each generation, for the first micro-batch whose backward reduces."""
+    """Builds a DDP replica in each generation, for the first micro-batch whose backward reduces.
+
+    The forward of that micro-batch goes through the replica; with `trains`, only its loss does.
+    """
 
     def __init__(
         self,
@@ -42,8 +59,9 @@ class DDPStrategy(Strategy):
         config: RunConfig,
         group: ProcessGroup,
         enter_phase: Callable[[str], str] = ignore,
+        trains: Iterable[torch.nn.Parameter] | None = None,
     ) -> None:
-        super().__init__(model, config, group, enter_phase)
+        super().__init__(model, config, group, enter_phase, trains)
         self._options = config.ddp
         self._replica: DistributedDataParallel | None = None
         self._reduction: CanonicalReduction | None = None
@@ -56,7 +74,7 @@ class DDPStrategy(Strategy):
             # Torch 2.13 renamed broadcast_buffers; 2.11 has only the old name.
             warnings.filterwarnings("ignore", message=".*broadcast_buffers.*", category=FutureWarning)
             replica = DistributedDataParallel(
-                _DirectCall(self._model),
+                _DirectCall(self._model) if self._trains is None else _Parameters(self._trained.values()),
                 device_ids=[self._group.device] if self._group.device.type == "cuda" else None,
                 broadcast_buffers=False,
                 init_sync=False,
@@ -84,7 +102,7 @@ class DDPStrategy(Strategy):
         last = micro_batch == self.to_compute[-1]
         if last and self._replica is None:
             self._replica = self._build_replica()
-        self._model.use_replica(self._replica if last else None)
+        self._model.use_replica(self._replica if last and self._trains is None else None)
 
     def backward(self, loss: torch.Tensor, micro_batch: int, weight: float | None = None) -> None:
         last = micro_batch == self.to_compute[-1]
@@ -95,12 +113,16 @@ class DDPStrategy(Strategy):
         self._model.use_replica(None)
 
     def _backward(self, loss: torch.Tensor, micro_batch: int, weight: float | None, *, last: bool) -> None:
-        if last and not self._model.called_replica:
+        if last and self._trains is None and not self._model.called_replica:
             raise ConfigError(
                 "step.backward got a loss that does not come from calling the prepared model, so its gradients cannot "
-                "be reduced. Call it as model(x): not as model.forward(x), and not a part or a copy of it. Compile it "
-                "by model.compile(), or before run.prepare: torch.compile(model) after it goes past the prepared model."
+                "be reduced. Call it as model(x): not as model.forward(x), and not a part or a copy of it; losses of "
+                "parts belong in step.update(optimizer). Compile it by model.compile(), or before run.prepare: "
+                "torch.compile(model) after it goes past the prepared model."
             )
+        if last and self._trains is not None:
+            assert self._replica is not None
+            loss = self._replica(loss)
         factor = self._factor(micro_batch, weight)
         if self._reduction is None:
             if not factor and not (self._options.find_unused_parameters or self._options.static_graph):

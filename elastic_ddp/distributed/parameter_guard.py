@@ -46,10 +46,14 @@ class ParameterGuard:
         self._at_end: dict[str, int] = {}
 
     def begin(self, parameters: Mapping[str, torch.nn.Parameter]) -> None:
-        """Begins a step with the model's parameters. Raises a ConfigError if they or buffers changed since `end`."""
-        if self._at_end:
+        """Begins a step, or an update in it, with the model's parameters.
+
+        Raises a ConfigError if they or buffers changed since `end`.
+        """
+        at_end, self._at_end = self._at_end, {}
+        if at_end:
             now = self._sum_state()
-            if changed := [name for name, total in self._at_end.items() if now.get(name, total) != total]:
+            if changed := [name for name, total in at_end.items() if now.get(name, total) != total]:
                 raise ConfigError(
                     f"{shorten(changed, 5)} changed between two steps. Code after `with step` runs again when a step "
                     "is repeated. Change the state of the model in the block, after step.optimize()."

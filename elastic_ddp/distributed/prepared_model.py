@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Collection, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -51,6 +52,12 @@ class PreparedModel:
         self._route.install(self.module)  # again, because module.compile() replaces it
         self._replica = replica
         self.called_replica = False
+
+    def autocast(self, *, is_enabled: bool) -> AbstractContextManager[object]:
+        """The context in which parts of the model compute as in calls of it, or without autocast."""
+        if self._autocast is None:
+            return nullcontext()
+        return torch.autocast(self._device_type, dtype=self._autocast, enabled=is_enabled)
 
     def call_directly(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the module past the replica, with its hooks."""

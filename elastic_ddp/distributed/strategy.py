@@ -89,6 +89,8 @@ class Strategy(ABC):
     It calls `enter_phase("communication")` when this rank waits for others, and `enter_phase` with the phase that this
     returned when it goes on.
 
+    With `trains`, it computes the gradients of these parameters only, and all others need none.
+
     Attributes:
         parameters: the model's parameters by name, as the step began.
         modules: all modules of the model, as the step began.
@@ -105,8 +107,10 @@ class Strategy(ABC):
         config: RunConfig,
         group: ProcessGroup,
         enter_phase: Callable[[str], str] = ignore,
+        trains: Iterable[torch.nn.Parameter] | None = None,
     ) -> None:
         self._enter_phase = enter_phase
+        self._trains = None if trains is None else {id(parameter) for parameter in trains}
         self.ranges = self.deal(config.num_micro_batches, group.world_size)
         self.micro_batches = processing_order(self.ranges[group.rank])
         """This rank's micro-batches, in the order in which it computes them."""
@@ -144,7 +148,11 @@ class Strategy(ABC):
         """Sets `parameters` to the model's parameters, and returns those that are trained."""
         self.parameters = dict(self._model.module.named_parameters())
         self._found = self._look_for_parameters()
-        return {name: parameter for name, parameter in self.parameters.items() if parameter.requires_grad}
+        return {
+            name: parameter
+            for name, parameter in self.parameters.items()
+            if parameter.requires_grad and (self._trains is None or id(parameter) in self._trains)
+        }
 
     def _look_for_parameters(self) -> tuple[list[int], list[bool]]:
         """Returns what differs after parameters were added, replaced, frozen or unfrozen. Names would take longer."""

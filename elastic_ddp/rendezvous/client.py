@@ -137,6 +137,7 @@ class RendezvousClient:
         self,
         *,
         step: int | None,
+        updates: int = 0,
         between_steps: bool = True,
         failure: str | None = None,
         committed: int | None = None,
@@ -150,7 +151,7 @@ class RendezvousClient:
         """Waits for the next generation and returns this worker's place in it.
 
         Args:
-            step, between_steps, committed, resumable, shards, can_finish, fewest_workers: as in `JoinRequest`.
+            step, updates, between_steps, committed, resumable, shards, can_finish, fewest_workers: as in `JoinRequest`.
             failure, account: as in `Rendezvous.join`.
             while_waiting: called now and then with the place that it may get.
 
@@ -160,6 +161,7 @@ class RendezvousClient:
         request = JoinRequest(
             member=self.member,
             step=step,
+            updates=updates,
             between_steps=between_steps,
             resumable=resumable,
             shards=shards,

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Set
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import TypeAlias
 
 from elastic_ddp.distributed.assignment import Assignment, Resharding, Shards
 from elastic_ddp.telemetry.event import STARTED, WORKER_FAILED
@@ -18,6 +19,10 @@ OVERDUE = "the drain deadline of a member was near"
 
 GROUP_WAIT_S = 10.0
 """How long the first generation waits for all workers that started together."""
+
+
+Progress: TypeAlias = tuple[int, int]
+"""How new a state is: the steps done, and the updates done of the step after these."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +75,8 @@ class JoinRequest:
     member: Member
     step: int | None
     """Steps done in the state that it holds; None if it holds none."""
+    updates: int = 0
+    """Updates done of the step after these, if it has several."""
     between_steps: bool
     """Whether new members can join it; False inside a collective task such as an evaluation, which only the members
     that started it can finish."""
@@ -85,6 +92,10 @@ class JoinRequest:
     """Steps done in the newest commit that it wrote itself."""
     at_s: float = 0.0
     """Monotonic time of the request, by the rendezvous' clock."""
+
+    @property
+    def progress(self) -> Progress | None:
+        return None if self.step is None else (self.step, self.updates)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,14 +185,13 @@ def reason_for(before: FormedGeneration | None, failure: str | None, after: Set[
     return "workers leave" if handover_only else describe_change(before.ids, after)
 
 
-def newest_step(requests: list[JoinRequest]) -> int | None:
-    """Returns the number of steps done in the newest state among the requests, or None if there is no state.
+def newest_of(requests: list[JoinRequest]) -> Progress | None:
+    """Returns how new the newest state among the requests is, or None if there is no state.
 
     A state in shards exists if the requests together hold all of them.
     """
-    return max(
-        (request.step for request in requests if request.step is not None and _exists(request, requests)), default=None
-    )
+    existing = [request.progress for request in requests if _exists(request, requests)]
+    return max((progress for progress in existing if progress is not None), default=None)
 
 
 def _exists(request: JoinRequest, requests: list[JoinRequest]) -> bool:
@@ -189,42 +199,44 @@ def _exists(request: JoinRequest, requests: list[JoinRequest]) -> bool:
     if request.shards is None:
         return True
     num = request.shards.num
-    return len({shard for each in requests for shard in held_of(each, request.step, num)}) == num
+    return len({shard for each in requests for shard in held_of(each, request.progress, num)}) == num
 
 
-def holds(request: JoinRequest, step: int | None) -> bool:
-    """Whether a member holds the state after a number of steps, or its shards of it, once it has finished its step."""
-    return request.step is not None and step in (request.step, request.step + request.can_finish)
+def holds(request: JoinRequest, progress: Progress | None) -> bool:
+    """Whether a member holds this state, or its shards of it, once it has finished its step."""
+    if request.step is None:
+        return False
+    return progress == request.progress or (request.can_finish and progress == (request.step + 1, 0))
 
 
-def held_of(request: JoinRequest, step: int | None, num: int) -> tuple[int, ...]:
+def held_of(request: JoinRequest, progress: Progress | None, num: int) -> tuple[int, ...]:
     """Returns the shards that a member holds of a state in `num` shards."""
     shards = request.shards
-    return shards.held if holds(request, step) and shards is not None and shards.num == num else ()
+    return shards.held if holds(request, progress) and shards is not None and shards.num == num else ()
 
 
 def is_committed(requests: list[JoinRequest]) -> bool:
-    """Whether one of the requesting members has committed the newest state among them."""
-    newest = newest_step(requests)
-    return newest is None or any(request.committed == newest for request in requests)
+    """Whether one of the requesting members has committed the newest state among them, or that before its step."""
+    newest = newest_of(requests)
+    return newest is None or any(request.committed == newest[0] for request in requests)
 
 
 def keeps_state(remaining: list[JoinRequest], requests: list[JoinRequest]) -> bool:
     """Whether the newest state survives if only `remaining` of all `requests` stay: held by one, or committed."""
-    return newest_step(remaining) == newest_step(requests) or is_committed(requests)
+    return newest_of(remaining) == newest_of(requests) or is_committed(requests)
 
 
 def select_with_newest(requests: list[JoinRequest], most: int) -> list[JoinRequest]:
     """Returns the `most` senior requests. The last one makes room for a holder of the newest state if needed."""
-    chosen, newest = requests[:most], newest_step(requests)
-    if newest is None or newest_step(chosen) == newest or has_shards(requests):
+    chosen, newest = requests[:most], newest_of(requests)
+    if newest is None or newest_of(chosen) == newest or has_shards(requests):
         return chosen
-    return [*chosen[:-1], next(request for request in requests if request.step == newest)]
+    return [*chosen[:-1], next(request for request in requests if request.progress == newest)]
 
 
 def replicas_last(requests: list[JoinRequest]) -> list[JoinRequest]:
     """Returns requests with those last whose shards of the newest state others hold, too; otherwise in their order."""
-    newest, held, needed = newest_step(requests), set[int](), list[JoinRequest]()
+    newest, held, needed = newest_of(requests), set[int](), list[JoinRequest]()
     for request in requests:
         own = set() if request.shards is None else {*held_of(request, newest, request.shards.num)}
         if own - held:
@@ -235,8 +247,8 @@ def replicas_last(requests: list[JoinRequest]) -> list[JoinRequest]:
 
 def has_shards(requests: list[JoinRequest]) -> bool:
     """Whether the newest state among the requests is in shards."""
-    newest = newest_step(requests)
-    return newest is not None and any(request.step == newest and request.shards is not None for request in requests)
+    newest = newest_of(requests)
+    return newest is not None and any(request.progress == newest and request.shards is not None for request in requests)
 
 
 def resharding(
@@ -249,8 +261,8 @@ def resharding(
         keepers: ids of the members that hold one shard each afterwards.
         shard_size: how many workers share a state; see `RendezvousOptions.shard_size`.
     """
-    newest = newest_step(requests)
-    num = next((each.shards.num for each in requests if each.step == newest and each.shards is not None), None)
+    newest = newest_of(requests)
+    num = next((each.shards.num for each in requests if each.progress == newest and each.shards is not None), None)
     if newest is None or num is None:
         return None
     kept = tuple(rank for rank, request in enumerate(requests) if request.member.id in keepers)

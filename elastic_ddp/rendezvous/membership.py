@@ -21,7 +21,7 @@ from elastic_ddp.rendezvous.members import (
     is_committed,
     keeps_state,
     largest_size,
-    newest_step,
+    newest_of,
     reason_for,
     replicas_last,
     resharding,
@@ -207,7 +207,8 @@ class Membership:
     @property
     def waiting_step(self) -> int | None:
         """Steps done in the newest state among the members while all wait; None if they do not, or have no state."""
-        return newest_step([*self._waiting.values()]) if self.all_wait() else None
+        newest = newest_of([*self._waiting.values()]) if self.all_wait() else None
+        return None if newest is None else newest[0]
 
     def has_committed(self) -> bool:
         """Whether the newest state among waiting members is committed."""
@@ -318,16 +319,16 @@ class Membership:
         if all(request.between_steps for request in requests):
             return None
         if not all(request.resumable for request in requests):
-            newest = newest_step(requests)
+            newest = newest_of(requests)
             for request in requests:
-                if request.step != newest and request.member.id in self._leaving:
+                if request.progress != newest and request.member.id in self._leaving:
                     self._dismiss(request.member.id)
-            requests = [request for request in requests if request.step == newest]
+            requests = [request for request in requests if request.progress == newest]
         going = [request for request in requests if self._is_overdue(request.member.id, now_s)]
         staying = [request for request in requests if request not in going]
         if not staying or not keeps_state(staying, requests):
-            newest = newest_step(requests)
-            sources = [request for request in going if request.resumable and request.step == newest]
+            newest = newest_of(requests)
+            sources = [request for request in going if request.resumable and request.progress == newest]
             if not sources:  # no other member can finish the task
                 return self._begin(requests, now_s)
             if not is_committed(requests):
@@ -358,7 +359,7 @@ class Membership:
             staying = replicas_last(staying)
         if has_shards(requests) and not keeps_state(staying[:most], requests):
             # All members that hold a shard hand over the rows that others keep.
-            newest = newest_step(requests)
+            newest = newest_of(requests)
             holding = [request for request in requests if holds(request, newest)]
             others = [request for request in staying if request not in holding]
             return [*holding, *others[: max(0, self.max_workers - len(holding))]], True
@@ -370,22 +371,24 @@ class Membership:
         if len(chosen) >= least:
             return chosen, False
         if self.commit_wanted and not is_committed(requests):
-            newest = newest_step(requests)
+            newest = newest_of(requests)
             holding = [request for request in requests if holds(request, newest)]
             return holding if has_shards(requests) else select_with_newest(requests, 1), True
         return [], False
 
     def _begin(self, chosen: list[JoinRequest], now_s: float, *, handover_only: bool = False) -> FormedGeneration:
         """Makes the chosen members the current generation."""
-        chosen, newest = by_node(chosen), newest_step(chosen)
+        chosen, newest = by_node(chosen), newest_of(chosen)
         self.generation += 1
         ids = {request.member.id for request in chosen}
         formed = FormedGeneration(
             number=self.generation,
             members=tuple(request.member for request in chosen),
-            source=None if newest is None else [request.step for request in chosen].index(newest),
-            receivers=tuple(rank for rank, request in enumerate(chosen) if newest is None or request.step != newest),
-            first_step=newest,
+            source=None if newest is None else [request.progress for request in chosen].index(newest),
+            receivers=tuple(
+                rank for rank, request in enumerate(chosen) if newest is None or request.progress != newest
+            ),
+            first_step=None if newest is None else newest[0],
             reason=reason_for(self.current, self.failure, ids, handover_only=handover_only),
             handover_only=handover_only,
             resharding=resharding(chosen, self._keepers(chosen, handover_only=handover_only), self.shard_size),

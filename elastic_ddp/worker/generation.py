@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,10 +28,10 @@ from elastic_ddp.worker.loss_weight import unit_of
 from elastic_ddp.worker.nonfinite import Policy
 from elastic_ddp.worker.phase_clock import PhaseClock
 from elastic_ddp.worker.state_sharing import share_state
-from elastic_ddp.worker.train_state import TrainState
+from elastic_ddp.worker.train_state import ChangedBy, TrainState
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from elastic_ddp.config.run_config import RunConfig
     from elastic_ddp.worker.job import Job
@@ -94,12 +95,15 @@ class Generation:
     """Set by the first call of `unit_of_weights`."""
     evaluation_feed: MicroBatchFeed | None = None
     is_closed: bool = False
+    make_strategy: Callable[[Iterable[torch.nn.Parameter]], Strategy] | None = None
+    """Makes the strategy of updates that train these parameters alone; None if a step has a single update."""
     has_compared_mirrors: bool = False
     """Whether mirrors have been compared with their shards in this generation."""
     parameters: ParameterGuard = field(init=False)
 
     def __post_init__(self) -> None:
         self.parameters = ParameterGuard(self.state.module)
+        self._of_updates: dict[int, Strategy] = {}  # by the id of the optimizer; 0 for those of a function
 
     @classmethod
     def open(cls, inputs: GenerationInputs, assignment: Assignment, attempt: int = 0) -> Generation:
@@ -137,6 +141,7 @@ class Generation:
             strategy = strategy_of(job.config)(state.model, job.config, group, inputs.phases.enter)
             on_error.callback(strategy.close)
             share_state(inputs, group, strategy)
+            make_strategy = partial(type(strategy), state.model, job.config, group, inputs.phases.enter)
             generation = cls(
                 group=group,
                 state=state,
@@ -149,6 +154,7 @@ class Generation:
                 activity=inputs.activity,
                 phases=inputs.phases,
                 on_nonfinite=job.config.on_nonfinite,
+                make_strategy=make_strategy if strategy.replicates_state else None,
             )
             on_error.pop_all()
             return generation
@@ -158,52 +164,68 @@ class Generation:
         """The generation's number in the session, from 1."""
         return self.group.assignment.generation
 
-    def unit_of_weights(self, step: int, weight: float | None, largest: float, *, is_last: bool) -> float:
+    def strategy_of(self, by: ChangedBy) -> Strategy:
+        """Returns the strategy that computes the gradients of an update."""
+        if by is None:
+            return self.strategy
+        optimizers = [by] if isinstance(by, torch.optim.Optimizer) else self.state.optimizers
+        key = id(by) if isinstance(by, torch.optim.Optimizer) else 0
+        if key not in self._of_updates:
+            assert self.make_strategy is not None
+            groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+            self._of_updates[key] = self.make_strategy([each for group in groups for each in group["params"]])
+        return self._of_updates[key]
+
+    def unit_of_weights(
+        self, strategy: Strategy, weight: float | None, largest: float, *, is_first: bool, is_last: bool
+    ) -> float:
         """Returns what the backward divides weights by, so that float16 holds the gradients: see `loss_weight.unit_of`.
 
         Called before the backward of a micro-batch, whose weight is given, with the largest weight of this rank in the
-        step so far. With fp16, the weight of micro-batch 0 in the first step of the run decides, at every world size:
-        rank 0 computes it first and sends it. If it is 0, the mean weight of a step decides at its end.
+        update so far. With fp16, the weight of micro-batch 0 in the first update of the run decides, at every world
+        size: rank 0 computes it first and sends it. If it is 0, the mean weight of a step decides at its end.
 
         A float16 hook gets the gradients in the last backward. The largest weight of a generation's first step decides.
         """
         if self.weight_unit is None:
             loss_scale = self.state.loss_scale
-            if loss_scale is not None and step > 0:
+            if loss_scale is not None and not is_first:
                 self.weight_unit = loss_scale.weight_unit
             elif loss_scale is not None:
                 with self.activity.within("collective"):
                     own = str(0.0 if weight == 0 else unit_of(weight)).encode() if self.group.rank == 0 else None
                     self.weight_unit = float(self.group.broadcast_bytes(own))
-            elif self.strategy.sends_fp16:
+            elif strategy.sends_fp16:
                 if not is_last:
                     return 1.0
                 with self.activity.within("collective"):
                     largest = max(map(float, self.group.all_gather_bytes(str(largest).encode())))
-                self.strategy.divide_kept(unit := unit_of(largest))
+                strategy.divide_kept(unit := unit_of(largest))
                 self.weight_unit = unit if largest else None
                 return unit
             else:
                 self.weight_unit = 1.0
         return self.weight_unit or 1.0
 
-    def clip_gradients(self, log: Callable[..., None]) -> torch.Tensor | None:
+    def clip_gradients(
+        self, strategy: Strategy, log: Callable[[torch.Tensor], None], *, checks: bool
+    ) -> torch.Tensor | None:
         """Clips the gradients. Returns their norm before, as `to_host` does, or None if nothing needs it.
 
-        Collective with FSDP. Passes the norm to `log` as `grad_norm` if it clips.
+        Collective with FSDP. Passes the norm to `log` if it clips. With `checks`, it is needed in any case.
         """
         self.phases.enter("optimizer")  # the activity stays in a place of waiting, because of FSDP
         ignores = self.on_nonfinite == "ignore"
-        if self.clip_grad_norm is None and ignores and self.state.loss_scale is None:
+        if self.clip_grad_norm is None and ignores and not checks:
             return None
         clips = self.clip_grad_norm is not None
-        norm = self.strategy.gradient_norm() if clips else self.strategy.check_value()
+        norm = strategy.gradient_norm() if clips else strategy.check_value()
         norm_on_host = to_host(norm)  # before the clipping, which the device does while the host launches the optimizer
         if self.clip_grad_norm is not None:
-            log(grad_norm=norm)
+            log(norm)
             # Multiplied by a norm that is NaN, all gradients would be, and the error could not name those that were.
             finite = norm if ignores else norm.nan_to_num(0.0, posinf=0.0)
-            self.strategy.clip_gradients(self.clip_grad_norm, finite)
+            strategy.clip_gradients(self.clip_grad_norm, finite)
         return norm_on_host
 
     def mirror_gradients(self) -> None:
@@ -247,5 +269,6 @@ class Generation:
         """Ends the generation on this rank. See `ProcessGroup.close` for `intact`."""
         self.is_closed = True
         self.feeds.close(self.feed)
-        self.strategy.close()
+        for strategy in (self.strategy, *self._of_updates.values()):
+            strategy.close()
         self.group.close(intact=intact)

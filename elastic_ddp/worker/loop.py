@@ -51,6 +51,8 @@ from elastic_ddp.worker.warmup_step import WarmupStep
 if TYPE_CHECKING:
     import torch
 
+    from elastic_ddp.distributed.strategy import Strategy
+
 _OF_DETAIL = (
     "TORCH_DISTRIBUTED_DEBUG=DETAIL acts as INFO: with DETAIL, torch's DDP crashes on gloo, and process groups have no "
     "timeouts. Ranks at different places of the program end a run without it, with an error that names the places."
@@ -160,6 +162,8 @@ class Loop:
             if failure is None:
                 membership.failures.record_success(step.index)
                 continue
+            if step.has_progressed:
+                membership.failures.reset()
             membership.failures.record(step.index, f"step {step.index}", failure)
             if membership.generation is generation or self.state.is_torn:  # not if an evaluation has joined another one
                 membership.peer_failed(failure, in_step=True)
@@ -183,10 +187,11 @@ class Loop:
         if not is_due or not self._has_equal_bits or (self.state.loss_scale is not None and index == 0):
             return 0, {}
 
-        def begin(generation: Generation) -> Verification:
+        def begin(strategy: Strategy, is_first: bool) -> Verification:
             count = (index + 1) // every if every else index
             node, verified = self.client.member.node, self.checkpointer.verified_step
-            return Verification.begin(generation.group, generation.strategy, node, count, dispute, verified)
+            disputed = dispute if is_first else None  # which the updates before it, if any, do not repeat
+            return Verification.begin(generation.group, strategy, node, count, disputed, verified)
 
         act_on = partial(self._act_on, generation, index, request)
         return request, {"begin_verification": begin, "act_on": act_on}

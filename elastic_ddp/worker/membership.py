@@ -216,6 +216,7 @@ class WorkerMembership:
         holds_state = self.holds_state if shards is None else bool(shards.held)
         return self._client.join(
             step=step if holds_state else None,
+            updates=len(self._state.updates),
             shards=shards if holds_state else None,
             can_finish=self._state.finish_step is not None,
             fewest_workers=1 if held is None else held.fewest_ranks(self._free_bytes()),

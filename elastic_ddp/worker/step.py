@@ -1,13 +1,12 @@
-"""`Step`: one optimizer step, as the training function's loop sees it."""
+"""`Step`: one step of a run, as the training function's loop sees it."""
 
 from __future__ import annotations
 
 import copy
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
-from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -15,26 +14,23 @@ import numpy as np
 import torch
 
 from elastic_ddp.data.micro_batches import MicroBatch
-from elastic_ddp.distributed.host_number import to_host
 from elastic_ddp.distributed.process_group import is_peer_failure
-from elastic_ddp.distributed.row_gather import RowGather
-from elastic_ddp.distributed.step_agreement import Agreement, ControlExchange, MicroBatchRecord
-from elastic_ddp.distributed.zero_grad import allow_zero_grad, refuse_zero_grad
 from elastic_ddp.errors import ConfigError, PeerFailedError, format_exception
 from elastic_ddp.rendezvous.user_place import frames_of_error
-from elastic_ddp.seeding import seed_all
-from elastic_ddp.worker.logged_values import LoggedValues, Means
-from elastic_ddp.worker.loss_weight import check_weight, unit_of
-from elastic_ddp.worker.nonfinite import reason_to_skip, rows_of
+from elastic_ddp.worker.logged_values import Means
+from elastic_ddp.worker.saved_parameters import SavedParameters
+from elastic_ddp.worker.update import StepPlan, Update, name_of
 from elastic_ddp.worker.verdict import Verdict
 from elastic_ddp.worker.verification import Dispute, StepDisputedError, Verification
 
 if TYPE_CHECKING:
+    from elastic_ddp.distributed.step_agreement import Agreement
+    from elastic_ddp.distributed.strategy import Strategy
     from elastic_ddp.worker.generation import Generation
 
 
 class Step:
-    """One optimizer step, yielded by `Run.steps`. Every rank runs it in the same way.
+    """One step, yielded by `Run.steps`. Every rank runs it in the same way.
 
     If a worker fails during the block, the block ends without an error and the step is yielded again. Code after the
     block still runs, so put everything that belongs to the step into the block. If `optimize` had begun to change the
@@ -52,8 +48,10 @@ class Step:
         index: the step's number, from 0.
         epoch: the epoch that the step belongs to, from 0.
         is_last_of_epoch: whether the epoch ends with this step.
-        loss: the mean loss over the global batch, identical on all ranks; NaN before `optimize`.
-        skipped: whether `optimize` left model, optimizers and schedulers unchanged; see `on_nonfinite`.
+        loss: the mean loss over the global batch, identical on all ranks; NaN before `optimize`. Of several updates,
+            that of the last one.
+        skipped: whether `optimize` left model, optimizers and schedulers unchanged; see `on_nonfinite`. Of several
+            updates, whether one of them did.
     """
 
     def __init__(
@@ -64,29 +62,33 @@ class Step:
         votes: Callable[[], dict[str, int]],
         *,
         is_logged: bool = False,
-        begin_verification: Callable[[Generation], Verification] | None = None,
+        begin_verification: Callable[[Strategy, bool], Verification] | None = None,
         act_on: Callable[[Verdict, Verification], None] = lambda verdict, verification: None,
     ) -> None:
         self.generation = generation
-        self._begin_verification, self._act_on = begin_verification, act_on
-        self.verification: Verification | None = None  # set in the block of a verified step
-        self._checked: int | None = None  # the micro-batch of another rank that this one computes now
         self._state = generation.state
         self._activity = generation.activity
-        self._control = ControlExchange(rows)
-        self._votes = votes
-        self._records: dict[int, MicroBatchRecord] = {}
-        self._logged, self._is_logged = LoggedValues(), is_logged
-        self._gather, self._gathered = RowGather(), dict[str, torch.Tensor]()
-        self._current: int | None = None
-        self._record: MicroBatchRecord | None = None  # of the current micro-batch
-        self._is_dummy = False  # whether the current forward and backward are only for other ranks' collectives
-        self._num_left = 0  # backwards of this rank that are to come
-        self._is_in_block = self._has_begun = False
-        self._first_error: Exception | None = None
-        self._feed: Iterator[MicroBatch] = iter(())
         self._start = generation.state.position
         self.index = self._start.step
+        self._plan = StepPlan(
+            generation=generation,
+            index=self.index,
+            rows=rows,
+            first_update=len(generation.state.updates),
+            votes=votes,
+            is_logged=is_logged,
+            begin_verification=begin_verification,
+            act_on=act_on,
+            before_change=self._put_back,
+        )
+        self._update = Update(self._plan)  # the current one, or the last one
+        self._num_updates = 0  # that `update` was called for
+        self._is_in_update = False
+        self._waiting: list[dict[str, Any]] = []  # of functions, which count when an optimizer has stepped
+        self._saved: SavedParameters | None = None  # before a function changed them
+        self._kept: list[MicroBatch] = []  # what the first of several updates got
+        self._metrics = {name: value for done in self._state.updates for name, value in done["metrics"].items()}
+        self._is_in_block = False
         self.epoch, self.loss = epoch, math.nan
         self.agreed: Agreement | None = None  # set when the step is done
         self.skip_reason: str | None = None
@@ -98,22 +100,16 @@ class Step:
         self._is_in_block = True
         self._activity.begin(f"step {self.index}", is_users=True)
         if not self.generation.is_closed:  # else `micro_batches` ends the block
-            self.generation.strategy.begin_step(self._control.rows)
-            self.generation.strategy.clear_gradients()
-            self.generation.buffers.begin(self.generation.strategy.modules)
-            self.generation.parameters.begin(self.generation.strategy.parameters)
-            if self._begin_verification is not None:
-                self.verification = self._begin_verification(self.generation)
-            self._has_begun = True
+            self._update.begin()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> bool:
-        self._current, self._is_in_block = None, False
-        allow_zero_grad()
+        self._is_in_block = False
+        self._update.end()
         # Cleared, because its traceback would keep the process group alive.
-        first_error, self._first_error = self._first_error, None
+        first_error, self._update.first_error = self._update.first_error, None
         if error is None or isinstance(error, Exception):
             error = first_error or error
         was_changing, self._state.is_changing = self._state.is_changing, False
@@ -124,24 +120,56 @@ class Step:
             self._activity.failed_at(frames_of_error(error.__traceback__))
             if was_changing:
                 self._state.is_torn, self._state.position = True, self._start
+            if was_changing or self._num_updates:
                 self.agreed, self.loss = None, math.nan
-            if self._has_begun:
+            if self._update.has_begun:
                 self.generation.buffers.revert()
+            self._put_back(with_buffers=True)
             if self._state.finish_step is None:
                 self._state.module.zero_grad(set_to_none=True)
             return True
         if kind is None and error is not None:
-            raise self._caught_error(error) from error
-        if error is None and self.agreed is None:
+            raise self._update.caught_error(error) from error
+        if error is None:
+            self._end()
+        return False
+
+    def _end(self) -> None:
+        """Ends a block without errors."""
+        if self.agreed is None and self._num_updates:
+            raise ConfigError(
+                f"step {self.index} was repeated after {len(self._state.updates)} updates, and its block calls no more "
+                "than these now. Call the same updates each time."
+            )
+        if self.agreed is None:
             raise ConfigError(
                 f"step {self.index} ended without step.optimize(). Call it as the last line of `with step`."
             )
-        if error is None:
-            self.generation.strategy.reshard()  # the block may have called the model
-            self.generation.parameters.end()
-            if self._state.mirror is not None:
-                self._state.mirror.check_unchanged()
-        return False
+        if self._waiting:
+            raise ConfigError(
+                f"step {self.index} ended with the update {self._waiting[-1]['name']!r}, whose change is put back "
+                "before the next optimizer steps. Let an update of an optimizer follow."
+            )
+        if self._num_updates:
+            self._state.step_schedulers(is_skipped=True)  # those of the epoch
+            self._advance(self.agreed)
+        self.generation.strategy.reshard()  # the block may have called the model
+        self.generation.parameters.end()
+        if self._state.mirror is not None:
+            self._state.mirror.check_unchanged()
+
+    def _advance(self, agreed: Agreement) -> None:
+        state = self._state
+        state.position = state.position.after(int(self._plan.rows.sum()), agreed.row_digests)
+        state.updates = []
+
+    def _put_back(self, with_buffers: bool) -> None:
+        """Puts back what a function has changed, if one has."""
+        if self._saved is not None:
+            self._saved.put_back(with_buffers=with_buffers)
+            self._saved = None
+
+    # One update, or several.
 
     def micro_batches(self) -> Iterator[Any]:
         """Yields this rank's micro-batches: dicts of tensors on the run's device, of shape `(rows, ...)`.
@@ -149,8 +177,9 @@ class Step:
         With a `collate_fn` or a map-style data set, they are what the collate function returned. Tensors in its dicts,
         lists, tuples and named tuples are on the run's device, and objects with a method `to` as well.
 
-        Call it once in each step. A micro-batch has `micro_batch_size` rows, or fewer in the last step of an epoch. The
-        generators of torch, NumPy and Python are seeded before each, so dropout is the same at every world size.
+        Call it once in each step, or in each update. A micro-batch has `micro_batch_size` rows, or fewer in the last
+        step of an epoch. The generators of torch, NumPy and Python are seeded before each, so dropout is the same at
+        every world size.
 
         In a verified step (`verify.every_steps`), a rank also gets a micro-batch of another rank, which does not count.
         With FSDP, a rank with fewer micro-batches than others receives its last one a second time. The copy takes part
@@ -161,68 +190,23 @@ class Step:
         """
         if not self._is_in_block:
             raise ConfigError(f"step {self.index} was used outside its block. Write `with step:` around it.")
-        if self._records:
-            raise ConfigError(f"step.micro_batches of step {self.index} was called twice. Loop over it once.")
-        try:
-            with self.capture_first_error():
-                yield from self._micro_batches()
-        finally:  # also if the loop ends early
-            if self.agreed is None:  # an iterator that is kept may be closed during a later step
-                seed_all(self.generation.seed, self.index, "end")
-
-    def _micro_batches(self) -> Iterator[Any]:
-        if self.generation.is_closed:
-            raise PeerFailedError("a worker failed before the step began")
-        strategy = self.generation.strategy
-        self.generation.buffers.check_untouched()
-        refuse_zero_grad(self._state.module, strategy.parameters.values())
-        to_compute = strategy.to_compute
-        num_dummies = max(0, strategy.min_forwards(self._control.rows) - len(to_compute))
-        self._num_left = len(to_compute) + num_dummies
-        self._feed = self.generation.feed.step(self.index)
-        self._activity.enter("data")
-        for batch in self._feed:
-            if batch.index not in to_compute:
-                continue
-            if self.verification is not None:
-                self.verification.keep(batch.index, batch.rows)
-                if batch.index == to_compute[-1]:
-                    yield from self._micro_batches_of_others(self.verification)
-            num_copies = num_dummies if batch.index == to_compute[-1] else 0
-            copies = [copy.deepcopy(batch.rows) for _ in range(num_copies)]  # the training function may change a batch
-            yield from self._micro_batch(batch, batch.rows)
-            for rows in copies:
-                yield from self._micro_batch(batch, rows, is_dummy=True)
-            self._activity.enter("data")
-        strategy.check_gradients()
-        self._activity.enter("between steps")  # the user's code up to `optimize`
-        self._current, self._is_dummy = None, False
-
-    def _micro_batches_of_others(self, verification: Verification) -> Iterator[Any]:
-        """Yields what a verified step computes again. It takes part in nothing else."""
-        self._activity.enter("collective")
-        for micro_batch, rows in verification.exchange():
-            self._checked = micro_batch
-            yield from self._micro_batch(MicroBatch(micro_batch, rows, _NO_IDS), rows, is_dummy=True)
-            self._checked = None
-
-    def _micro_batch(self, batch: MicroBatch, rows: Any, *, is_dummy: bool = False) -> Iterator[Any]:
-        """Yields the rows of a micro-batch and checks that `backward` was called for them."""
-        strategy = self.generation.strategy
-        self._current, self._is_dummy = batch.index, is_dummy
-        self._record = record = MicroBatchRecord(batch.row_ids, _NO_LOSS)
-        if not is_dummy:
-            self._records[batch.index] = record
-        self._activity.enter("forward")
-        strategy.prepare_forward(batch.index if self._checked is None else None)
-        seed_all(self.generation.seed, self.index, batch.index)
-        yield rows
-        self._raise_first_error()
-        if record.loss is _NO_LOSS:
+        if self._num_updates and not self._is_in_update:
             raise ConfigError(
-                f"step {self.index}: micro-batch {batch.index} was left without step.backward(loss). Call it exactly "
-                "once for each batch."
+                f"step.micro_batches of step {self.index} was called outside its updates. Loop over it in `with "
+                "step.update(optimizer):`."
             )
+        return iter(()) if self._update.is_repeated else self._update.micro_batches(self._batches())
+
+    def _batches(self) -> Iterator[MicroBatch]:
+        """Yields the micro-batches of this rank; to each of several updates a copy, which it may change."""
+        if not self._num_updates:
+            yield from self.generation.feed.step(self.index)
+            return
+        read, kept = not self._kept, self._kept
+        for batch in self.generation.feed.step(self.index) if read else list(kept):
+            if read:
+                kept.append(batch)
+            yield replace(batch, rows=copy.deepcopy(batch.rows))
 
     def backward(self, loss: torch.Tensor, weight: float | torch.Tensor | None = None) -> None:
         """Computes the gradients of one micro-batch.
@@ -240,89 +224,130 @@ class Step:
             ConfigError: called without a current batch or twice for it, or `loss` is no single number, or `weight` is
                 not a finite number from 0, or is missing for some micro-batches.
         """
-        if self._current is None or self._record is None or self._record.loss is not _NO_LOSS:
-            raise ConfigError("step.backward is for the current batch. Call it once for each batch of micro_batches().")
-        if loss.numel() != 1:
+        self._update.backward(loss, weight)
+
+    def optimize(self) -> None:
+        """Clips the gradients, steps the optimizers, clears the gradients, and steps the schedulers.
+
+        Call it on every rank, once, after the loop over `micro_batches()`.
+
+        Raises:
+            ConfigError: called before all micro-batches are computed, or twice, or beside `update`.
+            NonFiniteError: a loss or a gradient is NaN or infinite, and `on_nonfinite` is `stop`.
+        """
+        if self._num_updates:
             raise ConfigError(
-                f"step.backward got a loss of shape {tuple(loss.shape)}. Give the mean over the batch's rows."
+                f"step.optimize was called in step {self.index}, beside step.update. An update steps its optimizer at "
+                "the end of its block. Remove step.optimize()."
             )
-        with self.capture_first_error():
-            weight = None if weight is None else check_weight("step.backward", weight)
-            self._backward(loss, self._current, self._record, weight)
-
-    def _compute_again(self, loss: torch.Tensor, verification: Verification, weight: float | None) -> None:
-        """Runs the backward of another rank's micro-batch, with what its owner does to the loss."""
-        assert self._checked is not None and self._record is not None
-        generation = self.generation
-        self._activity.enter("backward")
-        unit = generation.unit_of_weights(self.index, weight, 1.0 if weight is None else weight, is_last=False)
-        divided = None if weight is None else weight / unit
-        scale = self._state.loss_scale.scale if self._state.loss_scale is not None else 1.0
-        scaled = loss if scale == 1.0 else loss * scale
-        verification.record(self._checked, generation.strategy.compute_again(scaled, self._checked, divided))
-        generation.buffers.end_micro_batch(self._checked, None)
-        self._record.loss = loss.detach()
-
-    def _backward(self, loss: torch.Tensor, micro_batch: int, record: MicroBatchRecord, weight: float | None) -> None:
-        if self._checked is not None and self.verification is not None:
-            return self._compute_again(loss, self.verification, weight)
-        self._num_left -= 1
-        generation, is_last = self.generation, not self._num_left
-        largest = 1.0 if weight is None else max(weight, *(each.weight or 0.0 for each in self._records.values()))
-        # Before the section, which begins later on other ranks.
-        unit = generation.unit_of_weights(self.index, weight, largest, is_last=is_last)
-        self._activity.enter("reduction" if is_last else "backward")
-        if is_last:
-            self._activity.begin(f"the reduction of step {self.index}")
-        value, counts = to_host(loss.detach()), record.num_rows and not self._is_dummy
-        scale = self._state.loss_scale.scale if self._state.loss_scale is not None else 1.0
-        divided = None if weight is None else weight / unit
-        if self._is_dummy:
-            generation.strategy.dummy_backward(loss)
-        else:
-            generation.strategy.backward(loss if scale == 1.0 else loss * scale, micro_batch, divided)
-        generation.buffers.end_micro_batch(micro_batch, generation.strategy.weight(micro_batch) if counts else None)
-        record.loss, record.weight = value, weight
-        if is_last:
-            gathered = self._gather.signature(generation.strategy.to_compute)
-            self._control.votes = {**self._votes(), "buffers_changed": generation.buffers.changed, "gathered": gathered}
-            with_rows = {index: record for index, record in self._records.items() if record.num_rows}
-            self._control.start(with_rows, generation.group.world_size)
-            if weight is not None:
-                self._activity.enter("collective")
-            total_weight = None if weight is None else self._control.wait().total_weight
-            if (divisor := scale * ((total_weight or unit) / unit)) != 1.0:
-                generation.strategy.divide_gradients(divisor)
-
-    @property
-    def is_last_of_epoch(self) -> bool:
-        return self._state.is_last_of_epoch(self.index)
-
-    @property
-    def in_progress(self) -> bool:
-        """Whether the block has begun and `optimize` is not done."""
-        return self._is_in_block and self.agreed is None
+        if self.agreed is not None:
+            raise ConfigError(f"step.optimize was called twice in step {self.index}. Call it once.")
+        self._update.optimize("step.optimize")
+        self._take(self._update)
+        assert self.agreed is not None
+        self._advance(self.agreed)
+        self._activity.begin(f"the code after step {self.index}", is_users=True)
 
     @contextmanager
-    def capture_first_error(self) -> Iterator[None]:
-        """Makes the step fail with the first error raised in this context, even if the training function catches it."""
+    def update(self, by: torch.optim.Optimizer | Callable[[], object], *, name: str | None = None) -> Iterator[Update]:
+        """The context of one of several updates in a step, each with a loop of its own over `micro_batches()`.
+
+        Only parameters of its optimizer are trained in it: the others need no gradient there. At the end of the block
+        it clips their gradients, steps the optimizer and the optimizer's schedulers, and clears the gradients. If a
+        worker fails, the block of the step runs again, and updates that are done yield no micro-batches.
+
+        Every rank calls it, for the same updates in the same order in each run of the block.
+
+        Args:
+            by: a prepared optimizer; or a function that changes parameters in place, with the gradients of all
+                parameters of prepared optimizers at hand, such as the ascent of SAM. It is called without recording
+                gradients. What it has changed is put back before the next optimizer steps.
+            name: names the update's metrics, `<name>_loss` and, with `clip_grad_norm`, `<name>_grad_norm`. By default
+                "optimizer_0" for the first prepared optimizer, and so on, or the name of the function.
+
+        Raises:
+            ConfigError: nested, or beside `step.optimize`; the optimizer is not prepared, or shares parameters with
+                another one; the block left micro-batches without `backward`; or the run's strategy is FSDP.
+            NonFiniteError: as `optimize`.
+
+        Example:
+            ```python
+            with step:
+                with step.update(critic_optimizer, name="critic"):
+                    for batch in step.micro_batches():
+                        step.backward(critic_loss(gan, batch))
+                with step.update(generator_optimizer, name="generator"):
+                    for batch in step.micro_batches():
+                        step.backward(generator_loss(gan, batch))
+            ```
+        """
+        state, number = self._state, self._num_updates
+        self._check_update(by)
+        update = Update(self._plan, number=number, name=name or name_of(by, state.optimizers), by=by)
+        self._update, self._num_updates, self._is_in_update = update, number + 1, True
         try:
-            yield
-        except Exception as error:
-            self._first_error = self._first_error or error
-            raise
+            if number < len(state.updates):
+                update.repeat(state.updates[number])
+                yield update
+                return
+            state.is_changing = False  # what the update before has changed is whole
+            if self.generation.is_closed:
+                raise PeerFailedError("a worker failed before the update began")
+            if update.is_temporary and self._saved is None:
+                self._saved = SavedParameters(state.module)
+            self._activity.begin(f"{update!r}", is_users=True)
+            update.begin()
+            yield update
+            update.optimize("the end")
+            self._take(update)
+            self._waiting.append({"name": update.name, "metrics": update.metrics})
+            if not update.is_temporary:
+                state.updates = [*state.updates, *self._waiting]
+                self._waiting.clear()
+            self._activity.begin(f"the code after {update!r}", is_users=True)
+        finally:
+            update.end()
+            self._is_in_update = False
 
-    def _raise_first_error(self) -> None:
-        if self._first_error is not None:
-            if is_peer_failure(self._first_error):
-                raise self._first_error
-            raise self._caught_error(self._first_error) from self._first_error
+    def _check_update(self, by: object) -> None:
+        """Raises a ConfigError if `update` cannot be called now, or not with this."""
+        optimizers, what = self._state.optimizers, f"step.update of step {self.index}"
+        if not self._is_in_block:
+            raise ConfigError(f"step {self.index} was used outside its block. Write `with step:` around it.")
+        if self._is_in_update:
+            raise ConfigError(f"{what} was called in the block of another update. Let one update follow the other.")
+        if not self._num_updates and self._update.has_micro_batches:
+            raise ConfigError(f"{what} was called beside step.optimize. Put each loop over micro-batches in an update.")
+        if self.generation.make_strategy is None:
+            raise ConfigError(
+                f'{what} needs strategy = "ddp". With FSDP, the units of a sharded model exchange the gradients of all '
+                "their parameters in one backward. Use step.optimize, once in a step."
+            )
+        if not isinstance(by, torch.optim.Optimizer):
+            if not callable(by):
+                raise ConfigError(f"{what} got {by!r}. Give a prepared optimizer, or a function.")
+            return
+        if not any(by is optimizer for optimizer in optimizers):
+            raise ConfigError(
+                f"{what} got a {type(by).__name__} that is not prepared. Give it to run.prepare before the loop."
+            )
+        own = {id(parameter) for group in by.param_groups for parameter in group["params"]}
+        others = [group for other in optimizers if other is not by for group in other.param_groups]
+        if any(id(parameter) in own for group in others for parameter in group["params"]):
+            raise ConfigError(
+                f"{what} got a {type(by).__name__} that shares parameters with another prepared optimizer. Give each "
+                "parameter to one optimizer."
+            )
 
-    def _caught_error(self, error: BaseException) -> ConfigError:
-        return ConfigError(
-            f"step {self.index}: the training function caught {format_exception(error)}. Gradients are missing after "
-            "it, so the step cannot continue. Do not catch errors inside `with step`."
-        )
+    def _take(self, update: Update) -> None:
+        """Takes the results of an update that is done."""
+        self.agreed, self.loss = update.agreed, update.loss
+        self.skip_reason = update.skip_reason or self.skip_reason
+        self.phases = self.phases or update.phases  # the first has those of the step
+        if update.is_part:
+            self._metrics |= update.metrics
+
+    # Values.
 
     def log(self, **values: float | torch.Tensor) -> None:
         """Logs scalars by name; the ledger records them every `log_every_steps` steps.
@@ -333,124 +358,47 @@ class Step:
         Raises:
             ConfigError: a value is no single number.
         """
-        if not self._is_dummy:
-            self._logged.log(self._current, values)
+        self._update.log(values)
 
     def gather(self, **rows: torch.Tensor) -> None:
         """Collects rows of the current batch by name, such as keys or codes, for `gathered`.
 
         Call it for every batch, before its `backward`. Each value has the batch's rows as its first dimension. The
-        ranks exchange the rows in `optimize`, with one collective.
+        ranks exchange the rows in `optimize`, or at the end of the update, with one collective.
 
         Raises:
             ConfigError: called elsewhere, or a value does not have the batch's rows.
         """
-        if self._current is None or self._record is None or self._record.loss is not _NO_LOSS:
-            raise ConfigError("step.gather is for the current batch. Call it before step.backward of that batch.")
-        if not self._is_dummy:
-            self._gather.add(self._current, self._record.num_rows, rows)
+        self._update.gather(rows)
 
     @property
     def gathered(self) -> dict[str, torch.Tensor]:
         """What `gather` collected from the global batch, by name: tensors of shape `(rows, ...)` on the run's device.
 
-        In the order of the micro-batches, identical on all ranks and at every world size. Available after `optimize`.
+        In the order of the micro-batches, identical on all ranks and at every world size. Available after `optimize`,
+        or after the update that gathered it.
         """
-        if self.agreed is None:
+        if self._update.agreed is None:
             raise ConfigError(f"step.gathered of step {self.index} was read before step.optimize(), which fills it.")
-        return self._gathered
+        return self._update.gathered
 
-    def optimize(self) -> None:
-        """Clips the gradients, steps the optimizers, clears the gradients, and steps the schedulers.
+    @property
+    def is_last_of_epoch(self) -> bool:
+        return self._state.is_last_of_epoch(self.index)
 
-        Call it on every rank, once, after the loop over `micro_batches()`.
+    @property
+    def in_progress(self) -> bool:
+        """Whether the block has begun, and the change of its current update is not done."""
+        return self._is_in_block and self._update.agreed is None
 
-        Raises:
-            ConfigError: called before all micro-batches are computed, or twice.
-            NonFiniteError: a loss or a gradient is NaN or infinite, and `on_nonfinite` is `stop`.
-        """
-        self._raise_first_error()
-        with self.capture_first_error():
-            self._optimize()
+    @property
+    def has_progressed(self) -> bool:
+        """Whether an update was done in this run of the block, so that a failure does not repeat the last one."""
+        return len(self._state.updates) > self._plan.first_update
 
-    def _optimize(self) -> None:
-        generation, state, strategy = self.generation, self._state, self.generation.strategy
-        done = {m for m, record in self._records.items() if record.loss is not _NO_LOSS}
-        missing = [m for m in strategy.to_compute if m not in done]
-        if missing := missing or strategy.to_compute[-1:] * self._num_left:  # a copy of the last one is missing
-            raise ConfigError(
-                f"step.optimize of step {self.index} was called before micro-batches {missing} were computed. Loop "
-                "over all of step.micro_batches() first."
-            )
-        if self.agreed is not None:
-            raise ConfigError(f"step.optimize was called twice in step {self.index}. Call it once.")
-        allow_zero_grad()  # an optimizer may call it
-        strategy.check_not_cleared()
-        generation.parameters.check()
-        generation.buffers.check_untouched()
-        for _ in self._feed:  # a loop that ended early leaves padding, which must not enter the next step
-            pass
-        # All collectives of the step come before the first change: a failure in them leaves the state intact.
-        self._activity.enter("collective")
-        agreed = self._control.wait()
-        rows, signatures = self._control.rows, agreed.votes["gathered"]
-        self._gathered = self._gather.exchange(signatures, rows, strategy.ranges, generation.group)
-        if agreed.votes["buffers_changed"]:
-            generation.buffers.combine(strategy.ranges, strategy.num_leaves, strategy.divisor, generation.group)
-        norm = generation.clip_gradients(self.log)
-        self._activity.enter("collective")
-        if self._is_logged:
-            self.phases = self._logged.gather(generation.group, rows, strategy.ranges, generation.phases.take())
-        total_norm = generation.group.synchronize(norm)  # the only wait for the end of the backward
-        if self.verification is not None:  # first, because a device that is at fault may compute a NaN
-            verdict = self.verification.conclude(state.replicated(), list(strategy.trained))
-            self._act_on(verdict, self.verification)
-        self.skip_reason = self._find_reason_to_skip(agreed, total_norm)
-        if not self.skipped:
-            generation.mirror_gradients()
-        with state.in_doubt(None if self.skipped else self._step_optimizers):
-            generation.vote()
-        self._activity.enter("optimizer")
-        self._update(agreed, total_norm)
-        self.loss = agreed.loss
-        state.position = state.position.after(int(rows.sum()), agreed.row_digests)
-        self.agreed = agreed
-        self._activity.enter("between steps")
-        self._activity.begin(f"the code after step {self.index}", is_users=True)
-
-    def _find_reason_to_skip(self, agreed: Agreement, norm: float | None) -> str | None:
-        """Returns why the step must not change the model; None if it may. Collective if a value is not finite."""
-        generation = self.generation
-        if agreed.total_weight == 0:
-            return "the weights of all micro-batches are 0"
-        if norm is None:
-            return None
-        find_rows = partial(rows_of, self._records, generation.feed, generation.group)
-        finds, policy = (generation.strategy.nonfinite_gradients, find_rows), generation.on_nonfinite
-        clips, scale = generation.clip_grad_norm is not None, self._state.loss_scale
-        return reason_to_skip(self.index, agreed.losses, norm, *finds, policy, scale, clips)
-
-    def _step_optimizers(self) -> None:
-        self._state.step_optimizers(partial(seed_all, self.generation.seed, self.index, "optimize"))
-
-    def _update(self, agreed: Agreement, norm: float | None) -> None:
-        """Changes the state, each rank by itself."""
-        generation, state, loss_scale = self.generation, self._state, self._state.loss_scale
-        state.is_changing = True
-        if self.skipped:
-            generation.buffers.revert()
-        else:
-            self._step_optimizers()
-            generation.strategy.reshard()  # a forward before this gathered what has changed
-        state.step_schedulers(is_skipped=self.skipped)
-        # Of the whole model: a gradient of a parameter in no optimizer would count in the next clipping.
-        generation.strategy.clear_gradients()
-        if loss_scale is not None:
-            self.log(loss_scale=loss_scale.scale)
-            overflow, unit = not math.isfinite(norm or 0.0), generation.weight_unit
-            if unit == 0 and agreed.total_weight:
-                unit = generation.weight_unit = unit_of(agreed.total_weight / generation.strategy.num_leaves)
-            state.loss_scale = replace(loss_scale, weight_unit=1.0 if unit is None else unit).after(overflow=overflow)
+    def capture_first_error(self) -> AbstractContextManager[None]:
+        """Makes the step fail with the first error raised in this context, even if the training function catches it."""
+        return self._update.capture_first_error()
 
     @property
     def skipped(self) -> bool:
@@ -463,9 +411,4 @@ class Step:
         Complete after `optimize` in every `log_every_steps`-th step from step 0 on and in the last step, alike on all
         ranks. In other steps it lacks what was logged inside the loop. A later value is the one that this rank logged.
         """
-        return self._logged.means
-
-
-_NO_IDS = np.zeros(0, dtype=np.int64)
-_NO_LOSS = torch.tensor(float("nan"))
-"""The loss of a micro-batch before its backward."""
+        return Means({**self._metrics, **self._update.metrics})

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
-from typing import TYPE_CHECKING, Annotated, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Annotated, Any, Protocol, TypeAlias, runtime_checkable
 
 import torch
 from pydantic import ConfigDict, Field
@@ -53,6 +53,10 @@ _MALFORMED = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeEr
 """What loading a state raises that is not one of these objects."""
 
 
+ChangedBy: TypeAlias = "torch.optim.Optimizer | Callable[[], object] | None"
+"""What an update of a step changes the parameters with: an optimizer, a function, or None for all optimizers."""
+
+
 @runtime_checkable
 class Stateful(Protocol):
     """An object with state, as `Run.register` takes it."""
@@ -98,7 +102,11 @@ class TrainState:
     """Loads pretrained weights at step 0, and returns the names of what it loaded; see `PretrainedWeights.load`."""
     loss_scale: LossScale | None = None
     """Set with `precision = "fp16"`."""
+    update_scales: dict[str, LossScale] = field(default_factory=dict)
+    """With `precision = "fp16"`, the scale of each optimizer, by its number, in steps of several updates."""
     position: Position = field(default_factory=Position)
+    updates: list[dict[str, Any]] = field(default_factory=list)
+    """The updates that are done of the step at this position: the name of each, and its metrics."""
     prepared: Prepared | None = None
     """The hyperparameters as the code of the session sets them; see `record_prepared`."""
     layout: Layout | None = None
@@ -175,11 +183,23 @@ class TrainState:
         yield
         self.finish_step = None
 
-    def step_optimizers(self, seed: Callable[[], None]) -> None:
-        """Steps all optimizers, and this rank's mirror. `seed` seeds the generators."""
+    def step_optimizers(self, seed: Callable[[], None], by: ChangedBy = None) -> None:
+        """Steps all optimizers, and this rank's mirror; or changes the parameters in another way.
+
+        Args:
+            seed: seeds the generators.
+            by: an optimizer to step alone, or a function to call; None for all optimizers.
+        """
+
+        if by is not None and not isinstance(by, torch.optim.Optimizer):
+            seed()
+            with torch.no_grad():
+                by()
+            return
+        optimizers = self.optimizers if by is None else [by]
 
         def step() -> None:
-            for optimizer in self.optimizers:
+            for optimizer in optimizers:
                 optimizer.step()
 
         self._is_stepping = True
@@ -192,13 +212,35 @@ class TrainState:
         finally:
             self._is_stepping = False
 
-    def step_schedulers(self, *, is_skipped: bool) -> None:
-        """Steps the schedulers that are due after the current step; after a skipped one, those of its epoch."""
+    def step_schedulers(self, *, is_skipped: bool, by: ChangedBy = None) -> None:
+        """Steps the schedulers that are due after the current step; after a skipped one, those of its epoch.
+
+        With `by`, those of this optimizer, which it has stepped or skipped.
+        """
         self.check_prepared()
         for scheduler, every in zip(self.schedulers, self.every, strict=True):
-            if self.is_last_of_epoch(self.position.step) if every == "epoch" else not is_skipped:
+            if every == "epoch":
+                is_due = by is None and self.is_last_of_epoch(self.position.step)
+            else:
+                is_due = not is_skipped and (by is None or scheduler.optimizer is by)
+            if is_due:
                 scheduler.step()
         self._count_scheduler_steps()
+
+    def loss_scale_of(self, by: ChangedBy) -> LossScale | None:
+        """Returns the scale of the losses whose gradients `by` gets; None without `precision = "fp16"`."""
+        return self.loss_scale if by is None else self.update_scales.get(self._number_of(by), self.loss_scale)
+
+    def set_loss_scale(self, by: ChangedBy, scale: LossScale) -> None:
+        if by is None:
+            self.loss_scale = scale
+        elif self.loss_scale is not None:
+            self.update_scales[self._number_of(by)] = scale
+            self.loss_scale = replace(self.loss_scale, weight_unit=scale.weight_unit)
+
+    def _number_of(self, by: ChangedBy) -> str:
+        numbers = [number for number, optimizer in enumerate(self.optimizers) if optimizer is by]
+        return str(numbers[0]) if numbers else "function"
 
     def is_last_of_epoch(self, step: int) -> bool:
         """Returns whether an epoch ends with this step."""
@@ -273,6 +315,8 @@ class TrainState:
             "position": asdict(self.position),
             **({} if self.prepared is None else {PREPARED: vars(self.prepared)}),
             **({} if self.loss_scale is None else {"loss_scale": asdict(self.loss_scale)}),
+            **({"update_scales": {k: asdict(v) for k, v in self.update_scales.items()}} if self.update_scales else {}),
+            **({"updates": self.updates} if self.updates else {}),
         }
 
     def replicated(self) -> dict[str, torch.Tensor]:
@@ -406,6 +450,7 @@ class TrainState:
                 )
             check_saved_model(model, state["model"], others, saved_others)
             loss_scale = None if self.loss_scale is None else LossScale(**state["loss_scale"])
+            update_scales = {key: LossScale(**scale) for key, scale in state.get("update_scales", {}).items()}
             self.module.load_state_dict(state["model"])
             with torch.no_grad():
                 for name, value in saved_others.items():
@@ -421,6 +466,7 @@ class TrainState:
                 "model is another run: use another name."
             ) from error
         self.position, self.prepared, self.loss_scale = position, prepared, loss_scale
+        self.update_scales, self.updates = update_scales, list(state.get("updates", []))
         self._count_scheduler_steps()
 
     def _group_orders(self, saved: Mapping[str, Any]) -> list[list[int]]:

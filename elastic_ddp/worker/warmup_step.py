@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from types import TracebackType
+from contextlib import contextmanager
+from types import SimpleNamespace, TracebackType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -56,6 +57,11 @@ class WarmupStep(Step):
 
     def backward(self, loss: torch.Tensor, weight: float | torch.Tensor | None = None) -> None:
         loss.backward()
+
+    @contextmanager
+    def update(self, by: object, *, name: str | None = None) -> Iterator[Any]:
+        yield SimpleNamespace(name=name, loss=math.nan, skipped=False, is_repeated=False)
+        self.optimize()
 
     @property
     def metrics(self) -> Means:

@@ -24,6 +24,7 @@ OPTIONS = {
     "finetune_text.py": ["--workers", "1"],
     "fp16.py": ["--workers", "1"],
     "fsdp.py": ["--steps", "20"],
+    "gan.py": [],
     "image_classification.py": ["--workers", "1", "--epochs", "2"],
     "longer_schedule.py": ["--workers", "1", "--steps", "20"],
     "plain_ddp.py": [],
@@ -76,6 +77,12 @@ def test_the_fp16_example_skips_overflowing_steps_and_learns(outputs: Outputs) -
     assert found, output
     error, skipped, scale = (float(text) for text in found.groups())
     assert error < 0.1 and skipped >= 1 and scale == 65536 / 2**skipped
+
+
+def test_the_gan_draws_digits(outputs: Outputs) -> None:
+    output = outputs["gan.py"].result()
+    found = re.search(r"300 steps; critic_loss ([\d.]+), generator_loss (-?[\d.]+); distance ([\d.]+)", output)
+    assert found and float(found[3]) < 0.1, output
 
 
 def test_the_example_of_image_classification_recognizes_digits_and_keeps_the_best_checkpoint(

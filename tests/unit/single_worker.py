@@ -65,6 +65,7 @@ class FakeClient:
         self,
         *,
         step: int | None,
+        updates: int,
         between_steps: bool,
         failure: str | None,
         committed: int | None,

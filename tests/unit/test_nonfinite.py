@@ -41,8 +41,8 @@ def nan_gradient(loss: torch.Tensor, model: Any) -> torch.Tensor:
 
 
 def micro_batch_of(step: Step) -> int:
-    assert step._current is not None
-    return step._current
+    assert step._update.current is not None
+    return step._update.current
 
 
 def compute(step: Step, model: Any, fault: Fault, at: tuple[int, int] = (2, 1)) -> None:

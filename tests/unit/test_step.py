@@ -151,7 +151,7 @@ def log_after_the_loop(group: ProcessGroup, config: RunConfig) -> list[dict[str,
             loss = model(batch["x"]).square().mean()
             step.backward(loss)
             losses.append(loss.item() * len(batch["x"]))
-        rows = sum(step._control.rows[list(step.generation.strategy.ranges[group.rank])])
+        rows = sum(step._plan.rows[list(step.generation.strategy.ranges[group.rank])])
         step.log(own_mean=sum(losses) / rows if rows else math.nan, lr=0.1)
         step.optimize()
         return {**step.metrics, "loss": step.loss}

@@ -41,8 +41,8 @@ def masked_mean(model: Any, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor
 
 def weighted_step(step: Step, model: Any) -> list[float]:
     for batch in step.micro_batches():
-        assert step._current is not None
-        mask = mask_of(batch["x"], (step.index, step._current) in EMPTY)
+        assert step._update.current is not None
+        mask = mask_of(batch["x"], (step.index, step._update.current) in EMPTY)
         step.backward(masked_mean(model, batch["x"], mask), weight=mask.sum())
     gradient = torch.cat([gather_full(parameter.grad).reshape(-1) for parameter in model.parameters()])
     step.optimize()
@@ -106,7 +106,7 @@ TOKENS = 3_000_000
 
 def step_of_many_tokens(step: Step, model: Any, empty: range = range(0)) -> bool:
     for batch in step.micro_batches():
-        mask = mask_of(batch["x"], step.index == 0 and step._current in empty)
+        mask = mask_of(batch["x"], step.index == 0 and step._update.current in empty)
         step.backward(0.01 * masked_mean(model, batch["x"], mask), weight=TOKENS * mask.sum())
     step.optimize()
     return step.skipped
@@ -218,7 +218,7 @@ def test_a_weight_is_one_finite_number_that_is_not_negative(new_run: NewRun, wei
 def mixed(group: ProcessGroup, config: RunConfig) -> str:
     def body(step: Step, model: Any) -> None:
         for batch in step.micro_batches():
-            step.backward(model(batch["x"]).mean(), weight=None if step._current == 0 else 2)
+            step.backward(model(batch["x"]).mean(), weight=None if step._update.current == 0 else 2)
         step.optimize()
 
     with pytest.raises(ConfigError) as caught:

@@ -1,0 +1,450 @@
+"""`Update`: one pass over the micro-batches of a step, and the change of the model that it ends in."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from elastic_ddp.data.micro_batches import MicroBatch
+from elastic_ddp.distributed.host_number import to_host
+from elastic_ddp.distributed.process_group import is_peer_failure
+from elastic_ddp.distributed.row_gather import RowGather
+from elastic_ddp.distributed.step_agreement import Agreement, ControlExchange, MicroBatchRecord
+from elastic_ddp.distributed.zero_grad import allow_zero_grad, refuse_zero_grad
+from elastic_ddp.errors import ConfigError, PeerFailedError, format_exception
+from elastic_ddp.seeding import seed_all
+from elastic_ddp.worker.logged_values import LoggedValues
+from elastic_ddp.worker.loss_weight import check_weight, unit_of
+from elastic_ddp.worker.nonfinite import reason_to_skip, rows_of
+from elastic_ddp.worker.verdict import Verdict
+from elastic_ddp.worker.verification import Verification
+
+if TYPE_CHECKING:
+    from elastic_ddp.distributed.strategy import Strategy
+    from elastic_ddp.worker.generation import Generation
+    from elastic_ddp.worker.train_state import ChangedBy
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """What all updates of a step have in common.
+
+    Attributes:
+        generation: the generation that runs the step.
+        index: the step's number.
+        rows: the number of rows of each micro-batch, shape (M,).
+        first_update: the number of the first update that is not done yet.
+        votes: returns this rank's votes.
+        is_logged: whether the values of the step are gathered.
+        begin_verification: begins to verify an update, given its strategy, and whether it is the first one that is not
+            done; None if the step is not verified.
+        act_on: does what follows from the verdict on an update.
+        before_change: called before optimizers step, with whether they are skipped.
+    """
+
+    generation: Generation
+    index: int
+    rows: np.ndarray
+    first_update: int
+    votes: Callable[[], dict[str, int]]
+    is_logged: bool
+    begin_verification: Callable[[Strategy, bool], Verification] | None
+    act_on: Callable[[Verdict, Verification], None]
+    before_change: Callable[[bool], None]
+
+
+class Update:
+    """One pass over the micro-batches of a step, and the change of the model that it ends in.
+
+    `Step.update` yields one of several. A step without them has a single one, which steps all optimizers.
+
+    Attributes:
+        name: its name in metrics; "" if the step has a single update.
+        loss: the mean loss over the global batch, identical on all ranks; NaN before the change.
+        is_repeated: whether the update was done before a worker failed. Its loop over micro-batches yields nothing.
+        skipped: whether the change was left out; see `on_nonfinite`.
+        current: the number of the micro-batch that the loop is at; None outside of the loop.
+    """
+
+    def __init__(
+        self,
+        plan: StepPlan,
+        *,
+        number: int = 0,
+        name: str = "",
+        by: ChangedBy = None,
+    ) -> None:
+        self._plan, self._by = plan, by
+        self.number, self.name = number, name
+        generation = plan.generation
+        self.strategy = generation.strategy_of(by)
+        self._state, self._activity = generation.state, generation.activity
+        self._control = ControlExchange(plan.rows)
+        self._records: dict[int, MicroBatchRecord] = {}
+        self._logged = LoggedValues()
+        self._gather, self.gathered = RowGather(), dict[str, torch.Tensor]()
+        self.current: int | None = None
+        self._record: MicroBatchRecord | None = None  # of the current micro-batch
+        self._is_dummy = False  # whether the current forward and backward are only for other ranks' collectives
+        self._num_left = 0  # backwards of this rank that are to come
+        self._feed: Iterator[MicroBatch] = iter(())
+        self._frozen: list[torch.nn.Parameter] = []  # what this update does not train
+        self._verification: Verification | None = None
+        self._checked: int | None = None  # the micro-batch of another rank that this one computes now
+        self.first_error: Exception | None = None
+        self.loss = math.nan
+        self.agreed: Agreement | None = None  # set when the change is done
+        self.skip_reason: str | None = None
+        self.phases: list[dict[str, Any]] = []  # what all ranks measured since the last logged step
+        self.is_repeated = self.has_begun = False
+
+    def __repr__(self) -> str:
+        return f"step {self._plan.index}" + (f", update {self.name!r}" if self.name else "")
+
+    @property
+    def skipped(self) -> bool:
+        return self.skip_reason is not None
+
+    @property
+    def is_part(self) -> bool:
+        """Whether it is one of several updates of the step."""
+        return self._by is not None
+
+    @property
+    def is_temporary(self) -> bool:
+        """Whether a function changes the parameters, which are put back before the next optimizer steps."""
+        return self.is_part and not isinstance(self._by, torch.optim.Optimizer)
+
+    @property
+    def has_micro_batches(self) -> bool:
+        """Whether its loop over micro-batches has begun."""
+        return bool(self._records)
+
+    @property
+    def _is_first(self) -> bool:
+        """Whether no update before this one was done in this run of the block."""
+        return self.number == self._plan.first_update
+
+    def repeat(self, done: dict[str, Any]) -> None:
+        """Takes the results of this update from before a worker failed. Raises a ConfigError for another update."""
+        if done["name"] != self.name:
+            raise ConfigError(
+                f"{self!r} was {done['name']!r} before the step was repeated. Call the same updates each time."
+            )
+        self.is_repeated, self.loss = True, done["metrics"][f"{self.name}_loss"]
+
+    def begin(self) -> None:
+        """Begins the update. Every rank calls it, unless the generation is closed."""
+        generation, strategy = self._plan.generation, self.strategy
+        strategy.begin_step(self._control.rows)
+        strategy.clear_gradients()
+        generation.buffers.begin(strategy.modules)
+        generation.parameters.begin(strategy.parameters)
+        if self._plan.begin_verification is not None:
+            self._verification = self._plan.begin_verification(strategy, self._is_first)
+        trained = set(map(id, strategy.trained.values()))
+        self._frozen = [p for p in strategy.parameters.values() if p.requires_grad and id(p) not in trained]
+        for parameter in self._frozen:
+            parameter.requires_grad_(False)
+        self.has_begun = True
+
+    def end(self) -> None:
+        """Lets all parameters be trained again. Every update that began ends."""
+        self.current = None
+        for parameter in self._frozen:
+            parameter.requires_grad_(True)
+        self._frozen.clear()
+        allow_zero_grad()
+
+    def _seed(self, what: int | str) -> None:
+        later = (self.number,) if self.number else ()
+        seed_all(self._plan.generation.seed, self._plan.index, what, *later)
+
+    # Micro-batches.
+
+    def micro_batches(self, batches: Iterator[MicroBatch]) -> Iterator[Any]:
+        """Yields the rows of this rank's micro-batches; see `Step.micro_batches`. `batches` has those of the feed."""
+        if self._records:
+            raise ConfigError(f"step.micro_batches of {self!r} was called twice. Loop over it once.")
+        try:
+            with self.capture_first_error():
+                yield from self._micro_batches(batches)
+        finally:  # also if the loop ends early
+            if self.agreed is None:  # an iterator that is kept may be closed during a later step
+                self._seed("end")
+
+    def _micro_batches(self, batches: Iterator[MicroBatch]) -> Iterator[Any]:
+        if self._plan.generation.is_closed:
+            raise PeerFailedError("a worker failed before the step began")
+        strategy = self.strategy
+        self._plan.generation.buffers.check_untouched()
+        refuse_zero_grad(self._state.module, strategy.parameters.values())
+        to_compute = strategy.to_compute
+        num_dummies = max(0, strategy.min_forwards(self._control.rows) - len(to_compute))
+        self._num_left = len(to_compute) + num_dummies
+        self._feed = batches
+        self._activity.enter("data")
+        for batch in self._feed:
+            if batch.index not in to_compute:
+                continue
+            if self._verification is not None:
+                self._verification.keep(batch.index, batch.rows)
+                if batch.index == to_compute[-1]:
+                    yield from self._micro_batches_of_others(self._verification)
+            num_copies = num_dummies if batch.index == to_compute[-1] else 0
+            copies = [copy.deepcopy(batch.rows) for _ in range(num_copies)]  # the training function may change a batch
+            yield from self._micro_batch(batch, batch.rows)
+            for rows in copies:
+                yield from self._micro_batch(batch, rows, is_dummy=True)
+            self._activity.enter("data")
+        strategy.check_gradients()
+        self._activity.enter("between steps")  # the user's code up to `optimize`
+        self.current, self._is_dummy = None, False
+
+    def _micro_batches_of_others(self, verification: Verification) -> Iterator[Any]:
+        """Yields what a verified step computes again. It takes part in nothing else."""
+        self._activity.enter("collective")
+        for micro_batch, rows in verification.exchange():
+            self._checked = micro_batch
+            yield from self._micro_batch(MicroBatch(micro_batch, rows, _NO_IDS), rows, is_dummy=True)
+            self._checked = None
+
+    def _micro_batch(self, batch: MicroBatch, rows: Any, *, is_dummy: bool = False) -> Iterator[Any]:
+        """Yields the rows of a micro-batch and checks that `backward` was called for them."""
+        strategy = self.strategy
+        self.current, self._is_dummy = batch.index, is_dummy
+        self._record = record = MicroBatchRecord(batch.row_ids, _NO_LOSS)
+        if not is_dummy:
+            self._records[batch.index] = record
+        self._activity.enter("forward")
+        strategy.prepare_forward(batch.index if self._checked is None else None)
+        self._seed(batch.index)
+        with self._autocast(is_enabled=True):
+            yield rows
+        self.raise_first_error()
+        if record.loss is _NO_LOSS:
+            raise ConfigError(
+                f"{self!r}: micro-batch {batch.index} was left without step.backward(loss). Call it exactly once for "
+                "each batch."
+            )
+
+    def backward(self, loss: torch.Tensor, weight: float | torch.Tensor | None) -> None:
+        """Computes the gradients of the current micro-batch; see `Step.backward`."""
+        if self.current is None or self._record is None or self._record.loss is not _NO_LOSS:
+            raise ConfigError("step.backward is for the current batch. Call it once for each batch of micro_batches().")
+        if loss.numel() != 1:
+            raise ConfigError(
+                f"step.backward got a loss of shape {tuple(loss.shape)}. Give the mean over the batch's rows."
+            )
+        with self.capture_first_error(), self._autocast(is_enabled=False):
+            weight = None if weight is None else check_weight("step.backward", weight)
+            self._backward(loss, self.current, self._record, weight)
+
+    def _autocast(self, *, is_enabled: bool) -> AbstractContextManager[object]:
+        """The context of the loop's body. In one of several updates it may call parts of the model."""
+        assert self._state.model is not None
+        return self._state.model.autocast(is_enabled=is_enabled) if self.is_part else nullcontext()
+
+    def _compute_again(self, loss: torch.Tensor, verification: Verification, weight: float | None) -> None:
+        """Runs the backward of another rank's micro-batch, with what its owner does to the loss."""
+        assert self._checked is not None and self._record is not None
+        self._activity.enter("backward")
+        unit = self._unit_of_weights(weight, 1.0 if weight is None else weight, is_last=False)
+        divided = None if weight is None else weight / unit
+        scaled = loss if self._scale == 1.0 else loss * self._scale
+        verification.record(self._checked, self.strategy.compute_again(scaled, self._checked, divided))
+        self._plan.generation.buffers.end_micro_batch(self._checked, None)
+        self._record.loss = loss.detach()
+
+    def _backward(self, loss: torch.Tensor, micro_batch: int, record: MicroBatchRecord, weight: float | None) -> None:
+        if self._checked is not None and self._verification is not None:
+            return self._compute_again(loss, self._verification, weight)
+        self._num_left -= 1
+        generation, strategy, is_last = self._plan.generation, self.strategy, not self._num_left
+        largest = 1.0 if weight is None else max(weight, *(each.weight or 0.0 for each in self._records.values()))
+        # Before the section, which begins later on other ranks.
+        unit = self._unit_of_weights(weight, largest, is_last=is_last)
+        self._activity.enter("reduction" if is_last else "backward")
+        if is_last:
+            self._activity.begin(f"the reduction of {self!r}")
+        value, counts = to_host(loss.detach()), record.num_rows and not self._is_dummy
+        scale = self._scale
+        divided = None if weight is None else weight / unit
+        if self._is_dummy:
+            strategy.dummy_backward(loss)
+        else:
+            strategy.backward(loss if scale == 1.0 else loss * scale, micro_batch, divided)
+        generation.buffers.end_micro_batch(micro_batch, strategy.weight(micro_batch) if counts else None)
+        record.loss, record.weight = value, weight
+        if is_last:
+            gathered = self._gather.signature(strategy.to_compute)
+            votes = {"buffers_changed": generation.buffers.changed, "gathered": gathered}
+            self._control.votes = {**self._plan.votes(), **votes}
+            with_rows = {index: record for index, record in self._records.items() if record.num_rows}
+            self._control.start(with_rows, generation.group.world_size)
+            if weight is not None:
+                self._activity.enter("collective")
+            total_weight = None if weight is None else self._control.wait().total_weight
+            if (divisor := scale * ((total_weight or unit) / unit)) != 1.0:
+                strategy.divide_gradients(divisor)
+
+    @property
+    def _scale(self) -> float:
+        """What losses are multiplied by, so that float16 holds the gradients."""
+        loss_scale = self._state.loss_scale_of(self._by)
+        return 1.0 if loss_scale is None else loss_scale.scale
+
+    def _unit_of_weights(self, weight: float | None, largest: float, *, is_last: bool) -> float:
+        is_first = not (self._plan.index or self.number)
+        return self._plan.generation.unit_of_weights(self.strategy, weight, largest, is_first=is_first, is_last=is_last)
+
+    # Errors.
+
+    @contextmanager
+    def capture_first_error(self) -> Iterator[None]:
+        """Makes the step fail with the first error raised in this context, even if the training function catches it."""
+        try:
+            yield
+        except Exception as error:
+            self.first_error = self.first_error or error
+            raise
+
+    def raise_first_error(self) -> None:
+        if self.first_error is not None:
+            if is_peer_failure(self.first_error):
+                raise self.first_error
+            raise self.caught_error(self.first_error) from self.first_error
+
+    def caught_error(self, error: BaseException) -> ConfigError:
+        return ConfigError(
+            f"{self!r}: the training function caught {format_exception(error)}. Gradients are missing after it, so the "
+            "step cannot continue. Do not catch errors inside `with step`."
+        )
+
+    # Values.
+
+    def log(self, values: dict[str, float | torch.Tensor]) -> None:
+        if not self._is_dummy:
+            self._logged.log(self.current, values)
+
+    def gather(self, rows: dict[str, torch.Tensor]) -> None:
+        if self.current is None or self._record is None or self._record.loss is not _NO_LOSS:
+            raise ConfigError("step.gather is for the current batch. Call it before step.backward of that batch.")
+        if not self._is_dummy:
+            self._gather.add(self.current, self._record.num_rows, rows)
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """What was logged in it, and its loss if it is one of several."""
+        return {**self._logged.means, **({f"{self.name}_loss": self.loss} if self.is_part and self.agreed else {})}
+
+    # The change.
+
+    def optimize(self, end_of: str) -> None:
+        """Reduces what is left to reduce, and changes the model. `end_of` is what calls it, for errors."""
+        self.raise_first_error()
+        with self.capture_first_error():
+            self._optimize(end_of)
+
+    def _optimize(self, end_of: str) -> None:
+        generation, state, strategy = self._plan.generation, self._state, self.strategy
+        done = {m for m, record in self._records.items() if record.loss is not _NO_LOSS}
+        missing = [m for m in strategy.to_compute if m not in done]
+        if missing := missing or strategy.to_compute[-1:] * self._num_left:  # a copy of the last one is missing
+            raise ConfigError(
+                f"{end_of} of {self!r} was called before micro-batches {missing} were computed. Loop over all of "
+                "step.micro_batches() first."
+            )
+        allow_zero_grad()  # an optimizer may call it
+        strategy.check_not_cleared()
+        generation.parameters.check()
+        generation.buffers.check_untouched()
+        for _ in self._feed:  # a loop that ended early leaves padding, which must not enter the next step
+            pass
+        # All collectives of the step come before the first change: a failure in them leaves the state intact.
+        self._activity.enter("collective")
+        agreed = self._control.wait()
+        rows, signatures = self._control.rows, agreed.votes["gathered"]
+        self.gathered = self._gather.exchange(signatures, rows, strategy.ranges, generation.group)
+        if agreed.votes["buffers_changed"]:
+            generation.buffers.combine(strategy.ranges, strategy.num_leaves, strategy.divisor, generation.group)
+        norm_name = f"{self.name}_grad_norm" if self.is_part else "grad_norm"
+        loss_scale = state.loss_scale_of(self._by)
+        norm = generation.clip_gradients(
+            strategy, lambda norm: self.log({norm_name: norm}), checks=loss_scale is not None
+        )
+        self._activity.enter("collective")
+        if self._plan.is_logged:
+            phases = generation.phases.take() if self._is_first else {}
+            self.phases = self._logged.gather(generation.group, rows, strategy.ranges, phases)
+        total_norm = generation.group.synchronize(norm)  # the only wait for the end of the backward
+        if self._verification is not None:  # first, because a device that is at fault may compute a NaN
+            verdict = self._verification.conclude(state.replicated(), list(strategy.trained))
+            self._plan.act_on(verdict, self._verification)
+        self.skip_reason = self._find_reason_to_skip(agreed, total_norm)
+        if not self.skipped:
+            generation.mirror_gradients()
+        with state.in_doubt(None if self.skipped else self._step_optimizers):
+            generation.vote()
+        self._activity.enter("optimizer")
+        self._apply(agreed, total_norm)
+        self.loss = agreed.loss
+        self.agreed = agreed
+        self._activity.enter("between steps")
+
+    def _find_reason_to_skip(self, agreed: Agreement, norm: float | None) -> str | None:
+        """Returns why the update must not change the model; None if it may. Collective if a value is not finite."""
+        generation = self._plan.generation
+        if agreed.total_weight == 0:
+            return "the weights of all micro-batches are 0"
+        if norm is None:
+            return None
+        find_rows = partial(rows_of, self._records, generation.feed, generation.group)
+        finds, policy = (self.strategy.nonfinite_gradients, find_rows), generation.on_nonfinite
+        clips, scale = generation.clip_grad_norm is not None, self._state.loss_scale_of(self._by)
+        return reason_to_skip(self._plan.index, agreed.losses, norm, *finds, policy, scale, clips)
+
+    def _step_optimizers(self) -> None:
+        self._state.step_optimizers(partial(self._seed, "optimize"), self._by)
+
+    def _apply(self, agreed: Agreement, norm: float | None) -> None:
+        """Changes the state, each rank by itself."""
+        generation, state, strategy = self._plan.generation, self._state, self.strategy
+        loss_scale = state.loss_scale_of(self._by)
+        state.is_changing = not self.is_temporary
+        if self.skipped:
+            generation.buffers.revert()
+        if not self.is_temporary:
+            self._plan.before_change(self.skipped)
+        if not self.skipped:
+            self._step_optimizers()
+            strategy.reshard()  # a forward before this gathered what has changed
+        state.step_schedulers(is_skipped=self.skipped, by=self._by)
+        # Of the whole model: a gradient of a parameter in no optimizer would count in the next clipping.
+        strategy.clear_gradients()
+        if loss_scale is not None:
+            self.log({f"{self.name}_loss_scale" if self.is_part else "loss_scale": loss_scale.scale})
+            overflow, unit = not math.isfinite(norm or 0.0), generation.weight_unit
+            if unit == 0 and agreed.total_weight:
+                unit = generation.weight_unit = unit_of(agreed.total_weight / strategy.num_leaves)
+            after = replace(loss_scale, weight_unit=1.0 if unit is None else unit).after(overflow=overflow)
+            state.set_loss_scale(self._by, after)
+
+
+def name_of(by: ChangedBy, optimizers: Sequence[torch.optim.Optimizer]) -> str:
+    """Returns the default name of an update by one of these optimizers, or by a function."""
+    number = next((number for number, optimizer in enumerate(optimizers) if optimizer is by), None)
+    return getattr(by, "__name__", type(by).__name__) if number is None else f"optimizer_{number}"
+
+
+_NO_IDS = np.zeros(0, dtype=np.int64)
+_NO_LOSS = torch.tensor(float("nan"))
+"""The loss of a micro-batch before its backward."""
