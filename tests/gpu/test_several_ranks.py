@@ -359,7 +359,7 @@ def test_a_drained_worker_leaves_without_a_lost_step(fit: Fit, calm: Any, tmp_pa
 @pytest.mark.parametrize(
     ("how", "place"), [(signal.SIGKILL, "exchange"), (signal.SIGSTOP, "forward")], ids=["killed", "stopped"]
 )
-def test_fsdp_resumes_from_its_commit_with_the_same_bits(
+def test_fsdp_goes_on_with_a_replacement_and_the_same_bits(
     fit: Fit, calm: Any, tmp_path: Path, how: int, place: Place
 ) -> None:
     fault = Fault(place, how, 1, SECOND_FAULT, world_size=2, marker=tmp_path / "struck")
