@@ -68,7 +68,7 @@ def train(run: ed.Run) -> None:
 
 def distance(gan: GAN, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     """Returns the mean square of the distance between what the model draws and the digits."""
-    digits = torch.from_numpy(DIGITS).to(batch["label"].device)
+    digits = torch.tensor(DIGITS, device=batch["label"].device)
     return (gan.draw(batch["label"]) - digits[batch["label"]]).square().mean()
 
 

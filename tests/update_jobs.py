@@ -86,9 +86,7 @@ class BrokenGAN(GAN):
 
     @staticmethod
     def _flip(gradient: torch.Tensor) -> torch.Tensor:
-        run = strike.run
-        is_broken = run._loop.client.member.id == "worker-1" and run.position.step >= 3
-        return gradient * 1.001 if is_broken else gradient
+        return gradient * 1.001 if strike.run.position.step >= 3 and _is_worker(1) else gradient
 
 
 class ActorCritic(Job):
@@ -143,6 +141,41 @@ class SAM(Job):
             parameter.add_(parameter.grad, alpha=0.05 / (float(norm) + 1e-12))
 
 
+class BrokenSAM(SAM):
+    """One worker computes a wrong gradient in the second pass, the descent, from step 3 on."""
+
+    num_ascents = 0
+
+    def ascent(self) -> None:
+        super().ascent()
+        self.num_ascents += 1
+
+    def loss(self, x: torch.Tensor) -> torch.Tensor:
+        run, loss = strike.run, super().loss(x)
+        is_descent = self.num_ascents > run.position.step
+        return loss * 1.001 if is_descent and run.position.step >= 3 and _is_worker(1) else loss
+
+
+class Twins(Job):
+    """Two parts of equal size, which one worker trains in another order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = nn.ModuleDict({"a": nn.Linear(3, 1), "b": nn.Linear(3, 1)})
+
+    def make_optimizers(self) -> None:
+        self.optimizers = {name: torch.optim.SGD(self.model[name].parameters(), lr=0.1) for name in "ab"}
+
+    def updates(self, step: int) -> list[tuple[str, str]]:
+        return [(name, f"{name}_loss") for name in ("ba" if _is_worker(1) else "ab")]
+
+    def a_loss(self, x: torch.Tensor) -> torch.Tensor:
+        return self.model["a"](x).mean()  # type: ignore[no-any-return]
+
+    def b_loss(self, x: torch.Tensor) -> torch.Tensor:
+        return self.model["b"](x).mean()  # type: ignore[no-any-return]
+
+
 JOBS: dict[str, type[Any]] = {"gan": GAN, "five": FiveCriticUpdates, "actor-critic": ActorCritic, "sam": SAM}
 
 
@@ -170,6 +203,10 @@ class Plan:
     faults: tuple[Fault, ...] = ()
     schedules: bool = False
     is_weighted: bool = False
+    evaluates: bool = False
+    """Whether each block ends with an evaluation, in which workers strike at the place `evaluation`."""
+    gathers: bool = False
+    """Whether the first update gathers rows, which the others use."""
     nan_in: str = ""
     """The update of step 2 in which one micro-batch has a loss that is NaN."""
     changes: dict[str, Any] = field(default_factory=dict)
@@ -181,7 +218,10 @@ strike = Striker([])
 
 
 def set_up(plan: Plan, worker: int) -> None:
+    import elastic_ddp.worker.evaluation as evaluation
+
     global strike
+    evaluation.evaluate = _evaluate
     strike = Striker([fault for fault in plan.faults if fault.worker == worker])
     torch.manual_seed(0)
 
@@ -202,8 +242,12 @@ def train(run: Any, plan: Plan) -> None:
     for step in run.steps():
         with step:
             for number, (name, loss) in enumerate(job.updates(step.index)):
-                with step.update(job.optimizers.get(name) or getattr(job, name), name=name):
+                with step.update(job.optimizers.get(name) or getattr(job, name), name=name) as update:
                     for batch in step.micro_batches():
+                        if plan.gathers and number == 0:
+                            step.gather(x=batch["x"].clone())
+                        elif plan.gathers:
+                            assert torch.equal(step.gathered["x"][2 * update.current :][:2], batch["x"])
                         value = getattr(job, loss)(batch["x"])
                         if plan.nan_in == name and step.index == 2 and batch["x"][0, 0] > 0:
                             value = value * torch.nan
@@ -211,9 +255,22 @@ def train(run: Any, plan: Plan) -> None:
                         step.backward(value, weight=batch["x"].square().sum() if plan.is_weighted else None)
                         batch["x"].zero_()  # a batch is the training function's own
                 strike(f"after update {number}")
+            if plan.evaluates:
+                run.evaluate(lambda *_: torch.zeros(()), "held-out")
         if plan.metrics is not None and run.rank == 0 and step.failure is None:
             with plan.metrics.open("a") as file:
                 print(step.index, step.skipped, step.loss, sorted(step.metrics.items()), file=file)
+
+
+def _evaluate(generation: Any, *_: Any) -> float:
+    """Stands for an evaluation, which is one collective."""
+    strike("evaluation")
+    generation.group.vote()
+    return 1.0
+
+
+def _is_worker(number: int) -> bool:
+    return bool(strike.run._loop.client.member.id == f"worker-{number}")
 
 
 def _strike(place: str, *_: Any) -> None:

@@ -27,9 +27,9 @@ def changed_parameters_error(names: Sequence[str], module: torch.nn.Module) -> C
         )
     return ConfigError(
         f"{problem}. A forward would change them for each micro-batch of a rank, so weights would depend on the number "
-        "of workers. Change parameters after step.optimize() in the block, which runs once per step and alike on all "
-        "ranks. To evaluate other weights, such as an average, exchange them there and put them back, or evaluate a "
-        "copy of the model."
+        "of workers. Change parameters in the block after step.optimize(), or after the block of their update: that "
+        "runs once per step and alike on all ranks. To evaluate other weights, such as an average, exchange them there "
+        "and put them back, or evaluate a copy of the model."
     )
 
 

@@ -22,7 +22,7 @@ from elastic_ddp.distributed.host_number import read
 from elastic_ddp.distributed.reduction_tree import Node, fold_to_root
 from elastic_ddp.errors import ConfigError
 
-VOTES = ("stop", "commit", "saving", "reconfigure", "buffers_changed", "gathered", "profile", "verify")
+VOTES = ("stop", "commit", "saving", "reconfigure", "buffers_changed", "gathered", "profile", "verify", "update")
 _DIGEST_WORDS = 4  # 32 bytes of SHA-256
 _SLOT_WORDS = 2 + _DIGEST_WORDS
 
@@ -48,7 +48,7 @@ class Agreement:
     """What all ranks know at the end of a step."""
 
     votes: Mapping[str, int]
-    """The number of ranks that voted for each name in `VOTES`; for the last three, the sum of the votes."""
+    """The number of ranks that voted for each name in `VOTES`; for the last four, the sum of the votes."""
     loss: float
     """The mean loss over the global batch, weighted, with the same bits at every world size."""
     total_weight: float | None
@@ -67,7 +67,7 @@ class ControlExchange:
     """The number of rows of every micro-batch of the step, int64 of shape (M,)."""
     votes: dict[str, int] = field(default_factory=dict)
     """This rank's votes. That for `gathered` is the signature of what it gathers, and that for `profile` the number of
-    the request that it can start with; 0 for none."""
+    the request that it can start with; 0 for none. That for `update` tells which of several updates it is."""
     _vector: torch.Tensor | None = None
     _work: dist.Work | None = None
     _agreement: Agreement | None = None

@@ -186,8 +186,9 @@ class Strategy(ABC):
         ):
             raise ConfigError(
                 f"parameters {shorten(changed, 5)} were added, replaced, frozen or unfrozen inside run.steps(). A run "
-                "trains the same parameters in every step. To freeze some for a while, give them a param_group of "
-                "their own, and a LambdaLR whose function is 0 for it until then."
+                "trains the same parameters in every step. To freeze some for a while, train the others in "
+                "step.update(optimizer), or give them a param_group of their own, and a LambdaLR whose function is 0 "
+                "for it until then."
             )
 
     @property

@@ -38,8 +38,8 @@ def _checked(zero_grad: Callable[..., None]) -> Callable[..., None]:
             place = f"{caller.f_code.co_filename}:{caller.f_lineno} in {caller.f_code.co_name}"
             raise ConfigError(
                 f"{type(owner).__name__}.zero_grad() at {place} was called between the first batch of "
-                "step.micro_batches() and step.optimize(), where it would lose gradients. Remove the call: "
-                "step.optimize() clears them. To leave parameters out of a step, set their grad to None after the loop."
+                "step.micro_batches() and the step of the optimizer, where it would lose gradients. Remove the call: "
+                "the step clears them. To leave parameters out of a step, set their grad to None after the loop."
             )
         zero_grad(owner, *args, **kwargs)
 

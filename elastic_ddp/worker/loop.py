@@ -187,11 +187,11 @@ class Loop:
         if not is_due or not self._has_equal_bits or (self.state.loss_scale is not None and index == 0):
             return 0, {}
 
-        def begin(strategy: Strategy, is_first: bool) -> Verification:
+        def begin(strategy: Strategy, update: int) -> Verification:
             count = (index + 1) // every if every else index
             node, verified = self.client.member.node, self.checkpointer.verified_step
-            disputed = dispute if is_first else None  # which the updates before it, if any, do not repeat
-            return Verification.begin(generation.group, strategy, node, count, disputed, verified)
+            disputed = dispute if dispute is not None and dispute.update == update else None
+            return Verification.begin(generation.group, strategy, node, count, disputed, verified, update)
 
         act_on = partial(self._act_on, generation, index, request)
         return request, {"begin_verification": begin, "act_on": act_on}
@@ -295,6 +295,8 @@ class Loop:
         self.state.check_prepared()
         # After a failure in an evaluation, this worker is in another generation, whose ranks vote again.
         if membership.generation is not step.generation:
+            if membership.generation is not None:  # several updates count as a step after the evaluation only
+                membership.generation.feed.skip_to(self.state.position.step)
             return None
         self.client.activity.begin(f"the end of step {step.index}")
         self.profiler.step_done(self.state.position.step, step.generation.number, step.agreed.votes["profile"])

@@ -137,7 +137,8 @@ class Run:
     ) -> Module:
         if self._state.model is not None:
             raise ConfigError(
-                "run.prepare got a second model. Prepare one torch.nn.Module that holds both and calls them in forward."
+                "run.prepare got a second model. Prepare one torch.nn.Module that holds both. Its forward "
+                "calls them, or step.update trains them in turns."
             )
         check_model(module)
         check_sync_batch_norm(module, self.config, self._loop.job.shape)

@@ -19,7 +19,7 @@ from elastic_ddp.errors import ConfigError, PeerFailedError, format_exception
 from elastic_ddp.rendezvous.user_place import frames_of_error
 from elastic_ddp.worker.logged_values import Means
 from elastic_ddp.worker.saved_parameters import SavedParameters
-from elastic_ddp.worker.update import StepPlan, Update, name_of
+from elastic_ddp.worker.update import StepPlan, Update, name_of, only_trained
 from elastic_ddp.worker.verdict import Verdict
 from elastic_ddp.worker.verification import Dispute, StepDisputedError, Verification
 
@@ -62,7 +62,7 @@ class Step:
         votes: Callable[[], dict[str, int]],
         *,
         is_logged: bool = False,
-        begin_verification: Callable[[Strategy, bool], Verification] | None = None,
+        begin_verification: Callable[[Strategy, int], Verification] | None = None,
         act_on: Callable[[Verdict, Verification], None] = lambda verdict, verification: None,
     ) -> None:
         self.generation = generation
@@ -84,10 +84,12 @@ class Step:
         self._update = Update(self._plan)  # the current one, or the last one
         self._num_updates = 0  # that `update` was called for
         self._is_in_update = False
-        self._waiting: list[dict[str, Any]] = []  # of functions, which count when an optimizer has stepped
+        self._waiting: list[Update] = []  # of functions, which count when an optimizer has stepped
+        self._first_error: Exception | None = None  # of the updates
         self._saved: SavedParameters | None = None  # before a function changed them
         self._kept: list[MicroBatch] = []  # what the first of several updates got
-        self._metrics = {name: value for done in self._state.updates for name, value in done["metrics"].items()}
+        self._metrics: dict[str, float] = {}  # of the updates before the current one
+        self._gathered: dict[str, torch.Tensor] | None = None  # by the newest update that did
         self._is_in_block = False
         self.epoch, self.loss = epoch, math.nan
         self.agreed: Agreement | None = None  # set when the step is done
@@ -108,19 +110,22 @@ class Step:
     ) -> bool:
         self._is_in_block = False
         self._update.end()
+        self._kept.clear()
         # Cleared, because its traceback would keep the process group alive.
-        first_error, self._update.first_error = self._update.first_error, None
+        first_error = self._first_error or self._update.first_error
+        self._first_error = self._update.first_error = None
         if error is None or isinstance(error, Exception):
             error = first_error or error
         was_changing, self._state.is_changing = self._state.is_changing, False
         if isinstance(error, StepDisputedError):
             self.dispute = error.dispute
+        if error is not None and self._num_updates:  # the step is not done, whichever of its updates are
+            self.agreed, self.loss = None, math.nan
         if error is not None and is_peer_failure(error):
             self.failure = format_exception(error)
             self._activity.failed_at(frames_of_error(error.__traceback__))
             if was_changing:
                 self._state.is_torn, self._state.position = True, self._start
-            if was_changing or self._num_updates:
                 self.agreed, self.loss = None, math.nan
             if self._update.has_begun:
                 self.generation.buffers.revert()
@@ -128,6 +133,7 @@ class Step:
             if self._state.finish_step is None:
                 self._state.module.zero_grad(set_to_none=True)
             return True
+        self._put_back(with_buffers=True)
         if kind is None and error is not None:
             raise self._update.caught_error(error) from error
         if error is None:
@@ -147,7 +153,7 @@ class Step:
             )
         if self._waiting:
             raise ConfigError(
-                f"step {self.index} ended with the update {self._waiting[-1]['name']!r}, whose change is put back "
+                f"step {self.index} ended with the update {self._waiting[-1].name!r}, whose change is put back "
                 "before the next optimizer steps. Let an update of an optimizer follow."
             )
         if self._num_updates:
@@ -244,6 +250,7 @@ class Step:
             raise ConfigError(f"step.optimize was called twice in step {self.index}. Call it once.")
         self._update.optimize("step.optimize")
         self._take(self._update)
+        self._update.count()
         assert self.agreed is not None
         self._advance(self.agreed)
         self._activity.begin(f"the code after step {self.index}", is_users=True)
@@ -284,10 +291,12 @@ class Step:
         state, number = self._state, self._num_updates
         self._check_update(by)
         update = Update(self._plan, number=number, name=name or name_of(by, state.optimizers), by=by)
+        self._metrics |= self._update.metrics
         self._update, self._num_updates, self._is_in_update = update, number + 1, True
         try:
             if number < len(state.updates):
                 update.repeat(state.updates[number])
+                self._take(update)
                 yield update
                 return
             state.is_changing = False  # what the update before has changed is whole
@@ -297,14 +306,18 @@ class Step:
                 self._saved = SavedParameters(state.module)
             self._activity.begin(f"{update!r}", is_users=True)
             update.begin()
-            yield update
-            update.optimize("the end")
+            with only_trained(update.strategy.parameters.values(), update.strategy.trained.values()):
+                yield update
+                update.optimize("the end")
             self._take(update)
-            self._waiting.append({"name": update.name, "metrics": update.metrics})
+            self._waiting.append(update)
             if not update.is_temporary:
-                state.updates = [*state.updates, *self._waiting]
+                state.updates = [*state.updates, *(each.count() for each in self._waiting)]
                 self._waiting.clear()
             self._activity.begin(f"the code after {update!r}", is_users=True)
+        except Exception as error:
+            self._first_error = self._first_error or error
+            raise
         finally:
             update.end()
             self._is_in_update = False
@@ -316,8 +329,12 @@ class Step:
             raise ConfigError(f"step {self.index} was used outside its block. Write `with step:` around it.")
         if self._is_in_update:
             raise ConfigError(f"{what} was called in the block of another update. Let one update follow the other.")
+        self._update.raise_first_error(self._first_error)
         if not self._num_updates and self._update.has_micro_batches:
-            raise ConfigError(f"{what} was called beside step.optimize. Put each loop over micro-batches in an update.")
+            raise ConfigError(
+                f"{what} was called after a loop over step.micro_batches() has begun, outside of an update. Put each "
+                "loop into the block of an update, and remove step.optimize()."
+            )
         if self.generation.make_strategy is None:
             raise ConfigError(
                 f'{what} needs strategy = "ddp". With FSDP, the units of a sharded model exchange the gradients of all '
@@ -333,6 +350,8 @@ class Step:
             )
         own = {id(parameter) for group in by.param_groups for parameter in group["params"]}
         others = [group for other in optimizers if other is not by for group in other.param_groups]
+        if not any(parameter.requires_grad for group in by.param_groups for parameter in group["params"]):
+            raise ConfigError(f"{what} got a {type(by).__name__} of which no parameter needs a gradient.")
         if any(id(parameter) in own for group in others for parameter in group["params"]):
             raise ConfigError(
                 f"{what} got a {type(by).__name__} that shares parameters with another prepared optimizer. Give each "
@@ -341,11 +360,10 @@ class Step:
 
     def _take(self, update: Update) -> None:
         """Takes the results of an update that is done."""
-        self.agreed, self.loss = update.agreed, update.loss
+        self.agreed, self.loss = update.agreed or self.agreed, update.loss
         self.skip_reason = update.skip_reason or self.skip_reason
+        self._gathered = update.gathered or self._gathered or {}
         self.phases = self.phases or update.phases  # the first has those of the step
-        if update.is_part:
-            self._metrics |= update.metrics
 
     # Values.
 
@@ -376,11 +394,11 @@ class Step:
         """What `gather` collected from the global batch, by name: tensors of shape `(rows, ...)` on the run's device.
 
         In the order of the micro-batches, identical on all ranks and at every world size. Available after `optimize`,
-        or after the update that gathered it.
+        or after the update that gathered them, until another one does.
         """
-        if self._update.agreed is None:
+        if self._gathered is None:
             raise ConfigError(f"step.gathered of step {self.index} was read before step.optimize(), which fills it.")
-        return self._update.gathered
+        return self._gathered
 
     @property
     def is_last_of_epoch(self) -> bool:

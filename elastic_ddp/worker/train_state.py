@@ -250,8 +250,9 @@ class TrainState:
         if self.prepared is not None and not self._is_stepping:
             kind = type(optimizer).__name__
             raise ConfigError(
-                f"the training function called step() of the prepared {kind}, which step.optimize() also calls. Remove "
-                "optimizer.step() from the training function, or do not prepare an optimizer that you step yourself."
+                f"the training function called step() of the prepared {kind}, which the run calls in step.optimize(), "
+                "or at the end of step.update. Remove optimizer.step() from the training function, or do not prepare "
+                "an optimizer that you step yourself."
             )
 
     def check_prepared(self) -> None:
@@ -267,8 +268,8 @@ class TrainState:
             if steps_taken(scheduler) != count:
                 kind = type(scheduler).__name__
                 raise ConfigError(
-                    f"the training function called step() of the prepared {kind}, which step.optimize() also calls. "
-                    "Remove scheduler.step() from the training function. To step it once an epoch, use "
+                    f"the training function called step() of the prepared {kind}, which the run calls after its "
+                    "optimizer. Remove scheduler.step() from the training function. To step it once an epoch, use "
                     'run.prepare(scheduler, every="epoch"); to step it yourself, use run.register("scheduler", '
                     "scheduler) in place of run.prepare."
                 )

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator, Sequence
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -22,6 +23,7 @@ from elastic_ddp.distributed.zero_grad import allow_zero_grad, refuse_zero_grad
 from elastic_ddp.errors import ConfigError, PeerFailedError, format_exception
 from elastic_ddp.seeding import seed_all
 from elastic_ddp.worker.logged_values import LoggedValues
+from elastic_ddp.worker.loss_scale import LossScale
 from elastic_ddp.worker.loss_weight import check_weight, unit_of
 from elastic_ddp.worker.nonfinite import reason_to_skip, rows_of
 from elastic_ddp.worker.verdict import Verdict
@@ -44,8 +46,8 @@ class StepPlan:
         first_update: the number of the first update that is not done yet.
         votes: returns this rank's votes.
         is_logged: whether the values of the step are gathered.
-        begin_verification: begins to verify an update, given its strategy, and whether it is the first one that is not
-            done; None if the step is not verified.
+        begin_verification: begins to verify an update, given its strategy and its number; None if the step is not
+            verified.
         act_on: does what follows from the verdict on an update.
         before_change: called before optimizers step, with whether they are skipped.
     """
@@ -56,7 +58,7 @@ class StepPlan:
     first_update: int
     votes: Callable[[], dict[str, int]]
     is_logged: bool
-    begin_verification: Callable[[Strategy, bool], Verification] | None
+    begin_verification: Callable[[Strategy, int], Verification] | None
     act_on: Callable[[Verdict, Verification], None]
     before_change: Callable[[bool], None]
 
@@ -96,15 +98,16 @@ class Update:
         self._is_dummy = False  # whether the current forward and backward are only for other ranks' collectives
         self._num_left = 0  # backwards of this rank that are to come
         self._feed: Iterator[MicroBatch] = iter(())
-        self._frozen: list[torch.nn.Parameter] = []  # what this update does not train
         self._verification: Verification | None = None
         self._checked: int | None = None  # the micro-batch of another rank that this one computes now
         self.first_error: Exception | None = None
         self.loss = math.nan
         self.agreed: Agreement | None = None  # set when the change is done
         self.skip_reason: str | None = None
+        self._next_scale: LossScale | None = None  # of the next such update
         self.phases: list[dict[str, Any]] = []  # what all ranks measured since the last logged step
         self.is_repeated = self.has_begun = False
+        self._metrics: dict[str, float] = {}  # of a repeated update
 
     def __repr__(self) -> str:
         return f"step {self._plan.index}" + (f", update {self.name!r}" if self.name else "")
@@ -119,6 +122,11 @@ class Update:
         return self._by is not None
 
     @property
+    def _vote(self) -> int:
+        """A number that only this update of the step has; 0 if the step has a single update."""
+        return zlib.crc32(f"{self.number} {self.name}".encode()) if self.is_part else 0
+
+    @property
     def is_temporary(self) -> bool:
         """Whether a function changes the parameters, which are put back before the next optimizer steps."""
         return self.is_part and not isinstance(self._by, torch.optim.Optimizer)
@@ -128,18 +136,14 @@ class Update:
         """Whether its loop over micro-batches has begun."""
         return bool(self._records)
 
-    @property
-    def _is_first(self) -> bool:
-        """Whether no update before this one was done in this run of the block."""
-        return self.number == self._plan.first_update
-
-    def repeat(self, done: dict[str, Any]) -> None:
+    def repeat(self, record: dict[str, Any]) -> None:
         """Takes the results of this update from before a worker failed. Raises a ConfigError for another update."""
-        if done["name"] != self.name:
+        if record["name"] != self.name:
             raise ConfigError(
-                f"{self!r} was {done['name']!r} before the step was repeated. Call the same updates each time."
+                f"{self!r} was {record['name']!r} before the step was repeated. Call the same updates each time."
             )
-        self.is_repeated, self.loss = True, done["metrics"][f"{self.name}_loss"]
+        self.is_repeated, self.loss, self.skip_reason = True, record["loss"], record["skip_reason"]
+        self.gathered, self._metrics = record["gathered"], record["metrics"]
 
     def begin(self) -> None:
         """Begins the update. Every rank calls it, unless the generation is closed."""
@@ -149,19 +153,12 @@ class Update:
         generation.buffers.begin(strategy.modules)
         generation.parameters.begin(strategy.parameters)
         if self._plan.begin_verification is not None:
-            self._verification = self._plan.begin_verification(strategy, self._is_first)
-        trained = set(map(id, strategy.trained.values()))
-        self._frozen = [p for p in strategy.parameters.values() if p.requires_grad and id(p) not in trained]
-        for parameter in self._frozen:
-            parameter.requires_grad_(False)
+            self._verification = self._plan.begin_verification(strategy, self.number)
         self.has_begun = True
 
     def end(self) -> None:
-        """Lets all parameters be trained again. Every update that began ends."""
+        """Ends the update, which may have failed."""
         self.current = None
-        for parameter in self._frozen:
-            parameter.requires_grad_(True)
-        self._frozen.clear()
         allow_zero_grad()
 
     def _seed(self, what: int | str) -> None:
@@ -244,6 +241,11 @@ class Update:
             raise ConfigError(
                 f"step.backward got a loss of shape {tuple(loss.shape)}. Give the mean over the batch's rows."
             )
+        if self.is_part and not loss.requires_grad:
+            raise ConfigError(
+                f"step.backward of {self!r} got a loss that does not depend on a parameter of its optimizer. Only "
+                "these are trained in this update."
+            )
         with self.capture_first_error(), self._autocast(is_enabled=False):
             weight = None if weight is None else check_weight("step.backward", weight)
             self._backward(loss, self.current, self._record, weight)
@@ -286,7 +288,7 @@ class Update:
         record.loss, record.weight = value, weight
         if is_last:
             gathered = self._gather.signature(strategy.to_compute)
-            votes = {"buffers_changed": generation.buffers.changed, "gathered": gathered}
+            votes = {"buffers_changed": generation.buffers.changed, "gathered": gathered, "update": self._vote}
             self._control.votes = {**self._plan.votes(), **votes}
             with_rows = {index: record for index, record in self._records.items() if record.num_rows}
             self._control.start(with_rows, generation.group.world_size)
@@ -317,11 +319,13 @@ class Update:
             self.first_error = self.first_error or error
             raise
 
-    def raise_first_error(self) -> None:
-        if self.first_error is not None:
-            if is_peer_failure(self.first_error):
-                raise self.first_error
-            raise self.caught_error(self.first_error) from self.first_error
+    def raise_first_error(self, error: Exception | None = None) -> None:
+        """Raises what this update, or the step, has captured."""
+        first = error or self.first_error
+        if first is not None:
+            if is_peer_failure(first):
+                raise first
+            raise self.caught_error(first) from first
 
     def caught_error(self, error: BaseException) -> ConfigError:
         return ConfigError(
@@ -344,7 +348,8 @@ class Update:
     @property
     def metrics(self) -> dict[str, float]:
         """What was logged in it, and its loss if it is one of several."""
-        return {**self._logged.means, **({f"{self.name}_loss": self.loss} if self.is_part and self.agreed else {})}
+        own = {f"{self.name}_loss": self.loss} if self.is_part and self.agreed else {}
+        return {**self._metrics, **self._logged.means, **own}
 
     # The change.
 
@@ -372,6 +377,10 @@ class Update:
         # All collectives of the step come before the first change: a failure in them leaves the state intact.
         self._activity.enter("collective")
         agreed = self._control.wait()
+        if agreed.votes["update"] != generation.group.world_size * self._vote:
+            raise ConfigError(
+                f"{self!r} is another update on another rank. Call the same updates in the same order on every rank."
+            )
         rows, signatures = self._control.rows, agreed.votes["gathered"]
         self.gathered = self._gather.exchange(signatures, rows, strategy.ranges, generation.group)
         if agreed.votes["buffers_changed"]:
@@ -383,7 +392,8 @@ class Update:
         )
         self._activity.enter("collective")
         if self._plan.is_logged:
-            phases = generation.phases.take() if self._is_first else {}
+            is_first = self.number == self._plan.first_update
+            phases = generation.phases.take() if is_first else {}
             self.phases = self._logged.gather(generation.group, rows, strategy.ranges, phases)
         total_norm = generation.group.synchronize(norm)  # the only wait for the end of the backward
         if self._verification is not None:  # first, because a device that is at fault may compute a NaN
@@ -399,6 +409,18 @@ class Update:
         self.loss = agreed.loss
         self.agreed = agreed
         self._activity.enter("between steps")
+
+    def count(self) -> dict[str, Any]:
+        """Makes the update count: the step goes on after it if a worker fails. Returns its results, for `repeat`."""
+        if self._next_scale is not None:
+            self._state.set_loss_scale(self._by, self._next_scale)
+        return {
+            "name": self.name,
+            "loss": self.loss,
+            "skip_reason": self.skip_reason,
+            "gathered": self.gathered,
+            "metrics": self.metrics,
+        }
 
     def _find_reason_to_skip(self, agreed: Agreement, norm: float | None) -> str | None:
         """Returns why the update must not change the model; None if it may. Collective if a value is not finite."""
@@ -435,8 +457,21 @@ class Update:
             overflow, unit = not math.isfinite(norm or 0.0), generation.weight_unit
             if unit == 0 and agreed.total_weight:
                 unit = generation.weight_unit = unit_of(agreed.total_weight / strategy.num_leaves)
-            after = replace(loss_scale, weight_unit=1.0 if unit is None else unit).after(overflow=overflow)
-            state.set_loss_scale(self._by, after)
+            self._next_scale = replace(loss_scale, weight_unit=1.0 if unit is None else unit).after(overflow=overflow)
+
+
+@contextmanager
+def only_trained(parameters: Iterable[torch.nn.Parameter], trained: Iterable[torch.nn.Parameter]) -> Iterator[None]:
+    """The context in which, of these parameters, only `trained` ones need a gradient."""
+    ids = set(map(id, trained))
+    frozen = [parameter for parameter in parameters if parameter.requires_grad and id(parameter) not in ids]
+    for parameter in frozen:
+        parameter.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for parameter in frozen:
+            parameter.requires_grad_(True)
 
 
 def name_of(by: ChangedBy, optimizers: Sequence[torch.optim.Optimizer]) -> str:

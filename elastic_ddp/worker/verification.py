@@ -34,6 +34,8 @@ class Dispute:
     checks: tuple[Check, ...]
     former: Mapping[int, Mapping[int, Digests]]
     """The digests of each disputed micro-batch, by rank."""
+    update: int = 0
+    """The number of the update, if the step has several."""
 
 
 class StepDisputedError(PeerFailedError):
@@ -56,6 +58,7 @@ class Verification:
         nodes: the nodes of all ranks, after `conclude`.
         verified: steps done in the newest verified state, after `conclude` as any rank knows it; None if there is none.
         dispute: set if the step is repeated to find the rank at fault.
+        update: the number of the update, if the step has several.
     """
 
     group: ProcessGroup
@@ -64,6 +67,7 @@ class Verification:
     checks: tuple[Check, ...]
     dispute: Dispute | None = None
     verified: int | None = None
+    update: int = 0
     nodes: tuple[str, ...] = ()
     _digests: dict[int, list[torch.Tensor]] = field(default_factory=dict)
     _kept: dict[int, tuple[list[int], np.ndarray]] = field(default_factory=dict)
@@ -78,12 +82,16 @@ class Verification:
         number: int,
         dispute: Dispute | None,
         verified: int | None,
+        update: int = 0,
     ) -> Verification:
-        """Begins a verified step, after `Strategy.begin_step`; `number` counts verified steps."""
+        """Begins a verified step, after `Strategy.begin_step`; `number` counts verified steps.
+
+        `update` is the number of the update that is verified, if the step has several.
+        """
         owned = [[m for m in owned if m < strategy.num_leaves] for owned in strategy.ranges]
         offset = group.assignment.mirror_offset
         checks = plan_checks(number, owned, offset) if dispute is None else dispute.checks
-        verification = cls(group, strategy, node, checks, dispute, verified)
+        verification = cls(group, strategy, node, checks, dispute, verified, update)
         own = [check.micro_batch for check in checks if check.owner == group.rank]
         strategy.watch(own, verification.record)
         return verification
@@ -155,7 +163,7 @@ class Verification:
                 }
                 for check in verdict.disputed
             }
-            raise StepDisputedError(Dispute(verdict.disputed, found))
+            raise StepDisputedError(Dispute(verdict.disputed, found, self.update))
         return replace(verdict, text=verdict.text + _places(verdict, reports))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace, TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +15,7 @@ from elastic_ddp.distributed.process_group import is_missing_group
 from elastic_ddp.seeding import seed_all
 from elastic_ddp.worker.logged_values import Means
 from elastic_ddp.worker.step import Step
+from elastic_ddp.worker.update import only_trained
 
 if TYPE_CHECKING:
     from elastic_ddp.data.micro_batches import MicroBatch
@@ -35,6 +36,7 @@ class WarmupStep(Step):
         self._state, self._batch, self._seed, self._buffers = state, batch, seed, StepBuffers(state.module)
         self.planned, self.index, self.epoch, self.loss = planned, planned.step, epoch, math.nan
         self.agreed = self.failure = self.skip_reason = None
+        self._is_in_update = False
 
     def __enter__(self) -> Step:
         self._state.module.zero_grad(set_to_none=True)
@@ -53,15 +55,21 @@ class WarmupStep(Step):
         assert self._state.model is not None
         self._state.model.use_replica(None)
         seed_all(self._seed, self.index, self._batch.index)
-        yield self._batch.rows
+        with self._state.model.autocast(is_enabled=True) if self._is_in_update else nullcontext():
+            yield self._batch.rows
 
     def backward(self, loss: torch.Tensor, weight: float | torch.Tensor | None = None) -> None:
         loss.backward()
 
     @contextmanager
     def update(self, by: object, *, name: str | None = None) -> Iterator[Any]:
-        yield SimpleNamespace(name=name, loss=math.nan, skipped=False, is_repeated=False)
-        self.optimize()
+        groups = getattr(by, "param_groups", None)
+        parameters = list(self._state.module.parameters())
+        trained = parameters if groups is None else [parameter for group in groups for parameter in group["params"]]
+        self._is_in_update = True
+        with only_trained(parameters, trained):
+            yield SimpleNamespace(name=name, loss=math.nan, skipped=False, is_repeated=False)
+            self.optimize()
 
     @property
     def metrics(self) -> Means:

@@ -395,7 +395,7 @@ def test_with_fsdp_changed_parameters_and_other_backwards_are_errors_too() -> No
 def test_a_layer_of_the_user_that_limits_its_norms_is_named_with_what_to_do() -> None:
     layer = torch.nn.Linear(2, 2)
     layer.max_norm = 1.0  # type: ignore[assignment]
-    assert "Change parameters after step.optimize()" in str(changed_parameters_error(["weight"], layer))
+    assert "Change parameters in the block after step.optimize()" in str(changed_parameters_error(["weight"], layer))
 
 
 def test_parameters_that_are_swapped_in_a_rare_step_are_found() -> None:

@@ -12,6 +12,7 @@ import tomllib
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -162,7 +163,7 @@ def in_process_run(config: ed.RunConfig) -> Any:
             step.backward.side_effect = lambda loss, weight=None: loss.backward()
             step.gathered = {}
             step.gather.side_effect = step.gathered.update
-            step.update.side_effect = lambda by, name=None: nullcontext()
+            step.update.side_effect = lambda by, name=None: nullcontext(SimpleNamespace(current=0))
             yield step
             assert step.optimize.called != step.update.called
 

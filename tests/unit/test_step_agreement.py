@@ -94,6 +94,7 @@ def test_every_rank_hears_the_same_as_a_single_process_would() -> None:
                     "gathered": 0,
                     "profile": 0,
                     "verify": 0,
+                    "update": 0,
                 }
                 assert after["loss"] == bits(alone.loss)
                 assert after["digests"] == alone.row_digests

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,21 @@ from elastic_ddp.seeding import seed_all
 from elastic_ddp.tensors.state_tree import weights_sha256
 from tests.fsdp_workers import Fault, hashes
 from tests.unit.single_worker import CPU, NewRun, fake_feed
-from tests.update_jobs import GAN, JOBS, PLAIN, SAM, SETTINGS, STEPS, BrokenGAN, Plan, set_up, train, train_plainly
+from tests.update_jobs import (
+    GAN,
+    JOBS,
+    PLAIN,
+    SAM,
+    SETTINGS,
+    STEPS,
+    BrokenGAN,
+    BrokenSAM,
+    Plan,
+    Twins,
+    set_up,
+    train,
+    train_plainly,
+)
 from tests.workers import Workers, running
 
 AT = 3
@@ -141,14 +155,39 @@ def test_every_kind_of_job_has_the_same_bits(tmp_path: Path, calm: dict[str, Any
         assert "critic_grad_norm" in (tmp_path / "metrics").read_text()
 
 
-def test_a_wrong_gradient_in_the_second_update_is_found(tmp_path: Path, calm: dict[str, Any]) -> None:
-    """The worker at fault leaves before that update is applied. The first one is not repeated."""
+@pytest.mark.parametrize(("job", "broken"), [(GAN, BrokenGAN), (SAM, BrokenSAM)])
+def test_a_wrong_gradient_in_the_second_update_is_found(tmp_path: Path, job: type[Any], broken: type[Any]) -> None:
+    """The worker at fault leaves before that update is applied. An update of an optimizer before it is not repeated."""
     verify = {"verify": {"every_steps": 1, "action": "drain"}}
-    found, run = run_of(tmp_path, 3, Plan(BrokenGAN, changes={**verify, "global_batch_size": 6}))
-    expected = run_of(tmp_path / "calm", 1, Plan(GAN, changes={"global_batch_size": 6}))[0]
-    [corruption] = list(run.rendezvous.events("corruption"))
-    assert corruption.rank == 1 and corruption.step == AT and "generator" in corruption.text
+    found, run = run_of(tmp_path, 3, Plan(broken, changes={**verify, "global_batch_size": 6}))
+    expected = run_of(tmp_path / "calm", 1, Plan(job, changes={"global_batch_size": 6}))[0]
+    corruptions: list[Any] = list(run.rendezvous.events("corruption"))
+    assert [(corruption.rank, corruption.step) for corruption in corruptions] == [(1, AT)]
     assert found == expected and run.world_sizes()[-1] == 2
+
+
+@pytest.mark.parametrize("place", ["after generator has stepped", "evaluation"])
+def test_a_death_in_an_evaluation_after_the_last_update_costs_nothing(
+    tmp_path: Path, calm: dict[str, Any], place: str
+) -> None:
+    found, run = run_of(tmp_path, 3, Plan(GAN, (Fault(1, place, AT),), evaluates=True))
+    assert found == calm["gan"] and run.world_sizes() == [3, 2]
+
+
+@pytest.mark.parametrize("name", ["gan", "five"])
+def test_later_updates_have_the_rows_that_one_before_a_death_has_gathered(
+    tmp_path: Path, calm: dict[str, Any], name: str
+) -> None:
+    found, _ = run_of(tmp_path, 3, Plan(JOBS[name], (Fault(1, "in update 1", AT),), gathers=True))
+    assert found == calm[name]
+
+
+@pytest.mark.parametrize("step", [3, 6])
+def test_a_death_in_sam_with_fp16_takes_back_the_scale_of_the_ascent(tmp_path: Path, step: int) -> None:
+    changes = {"precision": "fp16", "on_nonfinite": "skip", "steps": 9}
+    expected = run_of(tmp_path / "calm", 1, Plan(SAM, is_weighted=True, changes=changes))[0]
+    plan = Plan(SAM, (Fault(1, "in update 1", step),), is_weighted=True, changes=changes)
+    assert run_of(tmp_path / "death", 3, plan)[0] == expected
 
 
 @pytest.mark.parametrize("nan_in", ["ascent", "descent"])
@@ -202,6 +241,18 @@ def misuse(run: Any, step: Any, model: Any, optimizers: Any, what: str) -> None:
     if what == "no function":
         with step.update("critic"):
             pass
+    if what == "caught":
+        try:
+            with step.update(first):
+                raise ValueError("of the training function")
+        except ValueError:
+            pass
+        with step.update(second):
+            pass
+    if what == "no gradient":
+        with step.update(first):
+            for batch in step.micro_batches():
+                step.backward(model["b"](batch["x"]).mean())
     if what == "unused":
         with step.update(first):
             for batch in step.micro_batches():
@@ -214,10 +265,12 @@ WRONG = {
     "not prepared": "got a SGD that is not prepared. Give it to run.prepare before the loop",
     "nested": "was called in the block of another update",
     "optimize after": "beside step.update. An update steps its optimizer at the end of its block",
-    "optimize before": "step.update of step 0 was called beside step.optimize",
+    "optimize before": "step.update of step 0 was called after a loop over step.micro_batches",
     "outside": "step.micro_batches of step 0 was called outside its updates",
     "a function at the end": "step 0 ended with the update 'ascent', whose change is put back",
     "no function": "got 'critic'. Give a prepared optimizer, or a function",
+    "caught": r"the training function caught ValueError: of the training function",
+    "no gradient": "got a loss that does not depend on a parameter of its optimizer",
     "unused": "a.weight",
 }
 
@@ -263,3 +316,41 @@ def test_parameters_of_other_updates_need_no_gradient_and_are_as_before_after_it
             assert update.loss == step.metrics[f"{name}_loss"] and not update.is_repeated
         assert [parameter.requires_grad for parameter in model.parameters()] == [True, True, True, False]
     assert run.position.step == 1
+
+
+def test_ranks_that_call_updates_in_another_order_all_get_an_error(tmp_path: Path) -> None:
+    with workers(tmp_path, Plan(Twins)) as run:
+        run.start(2)
+        outcome = run.finish(60.0, status="failed")
+    assert outcome["kind"] == "ConfigError" and "is another update on another rank" in outcome["error"]
+
+
+def test_an_error_that_is_caught_outside_the_block_leaves_the_step_undone(new_run: NewRun) -> None:
+    run = new_run()
+    model = run.prepare(torch.nn.Linear(3, 1))
+    optimizer = run.prepare(torch.optim.SGD(model.parameters(), lr=0.1))
+    with pytest.raises(ConfigError, match="step 0 was skipped"):
+        for step in run.steps():
+            with suppress(ValueError), step:
+                with step.update(optimizer):
+                    for batch in step.micro_batches():
+                        step.backward(model(batch["x"]).mean())
+                raise ValueError
+
+
+def test_values_logged_between_updates_are_metrics_of_the_step(new_run: NewRun) -> None:
+    run = new_run()
+    model = run.prepare(torch.nn.Linear(3, 1))
+    optimizer = run.prepare(torch.optim.SGD(model.parameters(), lr=0.1))
+    with next(run.steps()) as step:
+        step.log(before=1.0)
+        for number in range(2):
+            with step.update(optimizer):
+                for batch in step.micro_batches():
+                    step.backward(model(batch["x"]).mean())
+            step.log(**{f"after_{number}": float(number)})
+    assert {name: step.metrics[name] for name in ("before", "after_0", "after_1")} == {
+        "before": 1.0,
+        "after_0": 0.0,
+        "after_1": 1.0,
+    }
