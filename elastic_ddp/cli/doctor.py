@@ -16,7 +16,7 @@ from elastic_ddp.formatting import plural
 from elastic_ddp.storage.storage import Storage
 
 if TYPE_CHECKING:
-    from elastic_ddp.doctor.findings import Finding
+    from elastic_ddp.doctor.facts import Finding
 
 _STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red"}
 
@@ -29,7 +29,7 @@ def doctor(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Check a cluster before a run: from versions and clocks to the speed of links and devices.
+    """Check a cluster before a run: versions, clocks, GPUs, storage, and whether its nodes reach each other.
 
     Call it on any node. It reserves no resources in Ray, and does not touch GPUs that are in use. The exit status is 1
     if a check fails; warnings do not change it.

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from elastic_ddp.doctor import cluster_checks, node_checks
-from elastic_ddp.doctor.facts import Cluster
-from elastic_ddp.doctor.findings import Finding
+from elastic_ddp.doctor.facts import Cluster, Finding
 
 CHECKS = (
     node_checks.check_nodes,
@@ -21,9 +20,6 @@ CHECKS = (
     node_checks.check_open_files,
     cluster_checks.check_interfaces,
     cluster_checks.check_groups,
-    cluster_checks.check_unmeasured,
-    cluster_checks.check_links,
-    cluster_checks.check_speeds,
 )
 
 

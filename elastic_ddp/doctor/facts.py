@@ -1,12 +1,19 @@
-"""The facts about a cluster that the checks judge. Plain values, which travel from the nodes to the driver."""
+"""The facts about a cluster, which travel from the nodes to the driver, and the findings about them. Plain values."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
+
+from elastic_ddp.errors import shorten
 
 IDLE_MIB = 1024
 """A GPU with more memory in use than this is not idle. The driver itself may reserve a few hundred MiB."""
+Verdict = Literal["ok", "warn", "fail"]
+ALL = "all"
+"""In place of a node's name: the finding is about all nodes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,6 +24,10 @@ class Gpu:
     model: str
     used_mib: int
     total_mib: int
+
+    @property
+    def is_idle(self) -> bool:
+        return self.used_mib <= IDLE_MIB
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,15 +59,14 @@ class NodeFacts:
     gpu_error: str | None
     """Why `nvidia-smi` or torch cannot use the GPUs."""
     token: Token
-    cpu_model: str
     usable_cpus: float
     """CPUs that the process may use, by its affinity and its control group."""
     shm_bytes: int
     """The size of /dev/shm."""
     open_files: int
-    """The soft limit of open files."""
-    locked_bytes: int | None
-    """The limit of locked memory; None if there is none."""
+    """The soft limit of open files; -1 if there is none."""
+    locked_bytes: int
+    """The soft limit of locked memory; -1 if there is none."""
     address: str
     """The node's address in Ray."""
     interface: str | None
@@ -80,25 +90,6 @@ class Clock:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Speed:
-    """A matrix product on one device."""
-
-    device: str
-    """ "CPU", or "GPU 0"."""
-    model: str
-    tflops: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class Throughput:
-    """How fast a node writes to and reads from the storage, in MiB/s, while all other nodes do the same."""
-
-    write: float
-    read: float
-    """Of an object that another node wrote, on a cluster of several nodes."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class Node:
     """A node of the cluster, and what is known about it."""
 
@@ -113,10 +104,25 @@ class Node:
     clock: Clock | None = None
     storage_problem: str | None = None
     data_problem: str | None = None
-    throughput: Throughput | None = None
-    speeds: tuple[Speed, ...] = ()
-    failures: Mapping[str, str] = field(default_factory=dict)
-    """Measurements that failed on this node, and why."""
+    connect_problem: str | None = None
+    """Why the node cannot reach the store in which process groups form."""
+
+    @property
+    def can_work(self) -> bool:
+        """Whether the node has resources for a worker. A head often has none."""
+        return any(self.resources.get(name, 0.0) > 0 for name in ("CPU", "GPU"))
+
+    @property
+    def num_gpus(self) -> int:
+        """GPUs in Ray's resources."""
+        return int(self.resources.get("GPU", 0.0))
+
+    @property
+    def idle_gpus(self) -> tuple[Gpu, ...]:
+        """GPUs that torch can use and that no process uses. None without GPUs in Ray's resources."""
+        if self.facts is None or self.facts.gpu_error is not None or not self.num_gpus:
+            return ()
+        return tuple(gpu for gpu in self.facts.gpus if gpu.is_idle)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,27 +131,6 @@ class Reduced:
 
     smallest: float
     largest: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class Group:
-    """A process group over nodes, one rank on each."""
-
-    nodes: tuple[str, ...]
-    """Their names, in rank order."""
-    results: tuple[Reduced | str, ...]
-    """For each rank, the result of the all-reduce, or why there is none."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Link:
-    """Messages between two nodes, in both directions in turn."""
-
-    backend: str
-    nodes: tuple[str, str]
-    latency_ms: float
-    """One way."""
-    mib_per_s: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,18 +147,37 @@ class Cluster:
     data_problem: str | None = None
     num_files: int = 0
     """The number of data files that each node read."""
-    groups: Mapping[str, Group] = field(default_factory=dict)
-    """By backend."""
-    links: tuple[Link, ...] = ()
+    groups: Mapping[str, Mapping[str, Reduced | str]] = field(default_factory=dict)
+    """By backend and node: the result in a process group with a rank on each of these nodes, or why there is none."""
+
+    @property
+    def known(self) -> list[tuple[Node, NodeFacts]]:
+        """The nodes whose process has reported facts."""
+        return [(node, node.facts) for node in self.nodes if node.facts is not None]
 
 
-def can_work(node: Node) -> bool:
-    """Returns whether a node has resources for a worker. A head often has none."""
-    return any(node.resources.get(name, 0.0) > 0 for name in ("CPU", "GPU"))
+@dataclass(frozen=True)
+class Finding:
+    """One row of the report."""
+
+    check: str
+    verdict: Verdict
+    text: str
+    """What was found; of a problem also the rule, and what to change."""
+    node: str = ALL
 
 
-def idle_gpus(node: Node) -> tuple[Gpu, ...]:
-    """Returns the GPUs on a node that torch can use and no process does. None without GPUs in Ray's resources."""
-    if node.facts is None or node.facts.gpu_error is not None or not node.resources.get("GPU"):
-        return ()
-    return tuple(gpu for gpu in node.facts.gpus if gpu.used_mib <= IDLE_MIB)
+def ok_unless(problems: Sequence[Finding], check: str, text: str) -> list[Finding]:
+    """Returns the problems, or one finding with this text if there are none."""
+    return [*problems] or [Finding(check, "ok", text)]
+
+
+def differing(values: Mapping[str, str]) -> tuple[str, dict[str, str]]:
+    """Returns the value that most nodes have, and the values of the other nodes. `values` is not empty."""
+    counts = Counter(values.values())
+    common = max(counts, key=lambda value: counts[value])
+    return common, {node: value for node, value in values.items() if value != common}
+
+
+def names(nodes: Iterable[str]) -> str:
+    return shorten([*nodes], 5)

@@ -45,11 +45,10 @@ def gather(address: str) -> NodeFacts:
         gpus=gpus,
         gpu_error=gpu_error,
         token=find_token(os.environ),
-        cpu_model=_cpu_model(),
         usable_cpus=_usable_cpus(),
         shm_bytes=shutil.disk_usage("/dev/shm").total if os.path.isdir("/dev/shm") else 0,
         open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
-        locked_bytes=_limit(resource.RLIMIT_MEMLOCK),
+        locked_bytes=resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
         address=address,
         interface=next((name for name, each in addresses.items() if each == address), None),
         interfaces=tuple(name for _, name in socket.if_nameindex()),
@@ -122,12 +121,6 @@ def _source_hash() -> str:
     return digest.hexdigest()[:8]
 
 
-def _cpu_model() -> str:
-    with suppress(OSError), open("/proc/cpuinfo") as lines:
-        return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
-    return platform.machine()
-
-
 def _usable_cpus() -> float:
     allowed = float(len(os.sched_getaffinity(0)))
     with suppress(OSError, ValueError):  # no control groups v2, or no limit ("max")
@@ -138,11 +131,6 @@ def _usable_cpus() -> float:
         period_us = int(Path("/sys/fs/cgroup/cpu/cpu.cfs_period_us").read_text())
         return min(allowed, quota_us / period_us) if quota_us > 0 else allowed
     return allowed
-
-
-def _limit(which: int) -> int | None:
-    soft, _ = resource.getrlimit(which)
-    return None if soft == resource.RLIM_INFINITY else soft
 
 
 def _active_ports(devices: Path) -> tuple[str, ...]:

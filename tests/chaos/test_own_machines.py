@@ -80,8 +80,9 @@ def test_a_machine_that_is_switched_on_joins_the_run(cluster: Cluster, calm: Sum
 
 def test_doctor_finds_no_fault(both: Cluster) -> None:
     printed = both.laptop(both.as_written("ray exec cluster/onprem.yaml 'elastic-ddp doctor"))
-    assert "links" in printed and "0 failures" in printed
-    assert f"every node reads and writes {SHARED}/runs" in re.sub(r"\s+", " ", printed)
+    text = re.sub(r"\s+", " ", printed)
+    assert f"every node reads and writes {SHARED}/runs" in text
+    assert "an all-reduce has the expected value, 3 (nodes: 2)" in text and "0 failures" in text
 
 
 def test_the_two_lines_of_the_readme_train_on_all_machines(cluster: Cluster) -> None:

@@ -19,15 +19,14 @@ COMMAND = ["doctor", "--json", "--data", "data", "--storage", "runs"]
 
 
 def check(folder: Path, stdout: str, exit_code: int, *, num_nodes: int) -> dict[str, Any]:
-    """Returns the findings by check. The machine may be busy, so what is slow does not count."""
+    """Returns the findings by check. The machine may fail checks of memory, for example."""
     printed = json.loads(stdout)
     found = {each["check"]: each for each in printed["findings"]}
     nodes = printed["facts"]["nodes"]
     assert len(nodes) == num_nodes
-    assert all(node["facts"] and node["clock"] and node["throughput"] and not node["failures"] for node in nodes)
-    for name in ("nodes", "versions", "clock", "data", "GPUs", "gloo"):
+    assert all(node["facts"] and node["clock"] for node in nodes)
+    for name in ("nodes", "versions", "clock", "storage", "data", "GPUs", "gloo"):
         assert (found[name]["verdict"], found[name]["node"]) == ("ok", "all"), found[name]
-    assert found["storage"]["verdict"] != "fail" and found["speed"]
     assert exit_code == any(each["verdict"] == "fail" for each in printed["findings"])
     assert not [*folder.glob("runs/*")], "nothing is left behind"
     return found
@@ -52,4 +51,3 @@ def test_the_doctor_examines_every_node_of_a_cluster(cluster: Cluster, folder: P
     found = check(folder, done.stdout, done.returncode, num_nodes=3)
     assert "3 in Ray, 2 for workers" in found["nodes"]["text"]
     assert "has the expected value, 3 (nodes: 2)" in found["gloo"]["text"]
-    assert "links" in found and found["speed"]["text"].startswith("2 x ")

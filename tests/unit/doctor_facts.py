@@ -3,24 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import combinations
 from typing import Any
 
 from elastic_ddp.doctor.checks import judge
-from elastic_ddp.doctor.facts import (
-    Clock,
-    Cluster,
-    Gpu,
-    Group,
-    Link,
-    Node,
-    NodeFacts,
-    Reduced,
-    Speed,
-    Throughput,
-    Token,
-)
-from elastic_ddp.doctor.findings import Finding
+from elastic_ddp.doctor.facts import Clock, Cluster, Finding, Gpu, Node, NodeFacts, Reduced, Token
 
 NAMES = ("203.0.113.1", "203.0.113.2", "203.0.113.3")
 BAD = NAMES[1]
@@ -38,11 +24,10 @@ def node_facts(address: str) -> NodeFacts:
         gpus=(GPU,),
         gpu_error=None,
         token=Token(auth_mode="token", path="/home/ray/.ray/auth_token", permissions=0o600),
-        cpu_model="Xeon",
         usable_cpus=4.0,
         shm_bytes=8 << 30,
         open_files=65536,
-        locked_bytes=None,
+        locked_bytes=-1,
         address=address,
         interface="eth0",
         interfaces=("lo", "eth0"),
@@ -60,21 +45,11 @@ def healthy_node(name: str) -> Node:
         free=resources,
         facts=node_facts(name),
         clock=Clock(offset_s=0.001, uncertainty_s=0.0005),
-        throughput=Throughput(write=200.0, read=400.0),
-        speeds=(Speed(device="GPU 0", model="NVIDIA L4", tflops=60.0),),
     )
 
 
-def group(*results: Reduced | str) -> Group:
-    return Group(nodes=NAMES, results=results or (Reduced(smallest=6.0, largest=6.0),) * 3)
-
-
-def links(*slow: tuple[str, str], mib_per_s: float = 100.0) -> tuple[Link, ...]:
-    """All links, of 1,000 MiB/s, except slow ones."""
-    return tuple(
-        Link(backend="gloo", nodes=pair, latency_ms=0.1, mib_per_s=mib_per_s if pair in slow else 1000.0)
-        for pair in combinations(NAMES, 2)
-    )
+def group(*results: Reduced | str) -> dict[str, Reduced | str]:
+    return dict(zip(NAMES, results or [Reduced(smallest=6.0, largest=6.0)] * 3, strict=True))
 
 
 def cluster(**changes: Any) -> Cluster:
@@ -85,7 +60,6 @@ def cluster(**changes: Any) -> Cluster:
         "data": "s3://bucket/train",
         "num_files": 8,
         "groups": {"gloo": group(), "nccl": group()},
-        "links": links(),
     }
     return Cluster(**{**values, **changes})
 

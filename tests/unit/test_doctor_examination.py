@@ -11,11 +11,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from elastic_ddp.distributed.hosted_store import HostedStore
-from elastic_ddp.doctor import cluster, measure
 from elastic_ddp.doctor.checks import judge
-from elastic_ddp.doctor.cluster import Examination, Failed, Probe
-from elastic_ddp.doctor.facts import Cluster, Node, Speed
-from elastic_ddp.doctor.findings import ALL, Finding
+from elastic_ddp.doctor.cluster import Examination
+from elastic_ddp.doctor.facts import ALL, Cluster, Finding, Node, Reduced
+from elastic_ddp.doctor.probe import Probe
 from elastic_ddp.errors import ElasticDDPError, format_exception
 from elastic_ddp.storage.storage import Storage
 
@@ -27,38 +26,34 @@ class LocalProbes:
     """Calls the methods in this process, one node after the other, unless `faults` has the node and the method."""
 
     def __init__(self, faults: Mapping[tuple[str, str], Any]) -> None:
-        self._probes = {name: Probe() for name in RESOURCES}
+        self._probes = {name: Probe("127.0.0.1") for name in RESOURCES}
         self._faults = faults
 
-    def call(self, method: str, arguments: Mapping[str, tuple[Any, ...]], timeout_s: float, **options: Any) -> Any:
-        return {name: self._call(name, method, *each, **options) for name, each in arguments.items()}
+    def call(self, method: str, arguments: Mapping[str, tuple[Any, ...]], timeout_s: float) -> Any:
+        return {name: self._call(name, method, *each) for name, each in arguments.items()}
 
-    def _call(self, name: str, method: str, *arguments: Any, **options: Any) -> Any:
+    def _call(self, name: str, method: str, *arguments: Any) -> Any:
         fault = self._faults.get((name, method))
-        if isinstance(fault, Failed):
+        if isinstance(fault, str):
             return fault
         try:
             if fault is not None:
                 arguments = fault(*arguments)
-            return getattr(self._probes[name], method)(*arguments, **options)
+            return getattr(self._probes[name], method)(*arguments)
         except Exception as error:
-            return Failed(str(error) if isinstance(error, ElasticDDPError) else format_exception(error))
+            return str(error) if isinstance(error, ElasticDDPError) else format_exception(error)
 
 
 @pytest.fixture
-def examine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Mapping[tuple[str, str], Any]], Cluster]:
+def examine(tmp_path: Path) -> Callable[[Mapping[tuple[str, str], Any]], Cluster]:
     """Examines a cluster with these faults. Node `BAD` never joins the process group, which has one rank."""
-    monkeypatch.setattr(cluster.ray.util, "get_node_ip_address", lambda: "127.0.0.1")
-    speed = Speed(device="CPU", model="Xeon", tflops=0.1)
-    monkeypatch.setattr(cluster, "matmul_speeds", lambda gpus, cpu_model: (speed,))
-    monkeypatch.setattr(measure, "_OBJECT_BYTES", 1000)
     (tmp_path / "data").mkdir()
     pq.write_table(pa.table({"x": range(4)}), tmp_path / "data/a.parquet")
 
     def examine(faults: Mapping[tuple[str, str], Any]) -> Cluster:
         nodes = {name: Node(name=name, resources=each, free=each) for name, each in RESOURCES.items()}
         store = HostedStore("127.0.0.1")
-        probes: Any = LocalProbes({(BAD, "connect"): Failed("cannot connect to the store"), **faults})
+        probes: Any = LocalProbes({(BAD, "connect"): "cannot connect to the store", **faults})
         examination = Examination(nodes, probes, ("127.0.0.1", store.port))
         storage = Storage(tmp_path / "runs")
         facts = examination.run(data=str(tmp_path / "data"), storage=storage, note=lambda line: None)
@@ -78,15 +73,16 @@ def failures(facts: Cluster) -> dict[str, Finding]:
 def test_a_cluster_is_examined_and_the_other_nodes_form_a_group(examine: Any) -> None:
     facts = examine({})
     assert failures(facts) == {}
-    assert {name: group.nodes for name, group in facts.groups.items()} == {"gloo": (WORKER,)}
+    assert facts.groups == {"gloo": {WORKER: Reduced(smallest=1.0, largest=1.0)}}, (
+        "a head without resources is left out"
+    )
     for node in facts.nodes:
-        assert node.facts is not None and node.clock is not None and node.throughput is not None
+        assert node.facts is not None and node.clock is not None
         assert abs(node.clock.offset_s) < 1
-        assert bool(node.speeds) == (node.name != HEAD), "a head without resources runs no worker"
 
 
 def test_a_node_on_which_no_process_starts_is_left_out_of_the_other_parts(examine: Any) -> None:
-    facts = examine({(BAD, "gather"): Failed("No module named 'elastic_ddp'."), (BAD, "connect"): None})
+    facts = examine({(BAD, "gather"): "No module named 'elastic_ddp'.", (BAD, "connect"): None})
     found = {each.check: each for each in judge(facts) if each.verdict == "fail"}
     assert [(each.check, each.node) for each in found.values()] == [("nodes", BAD)]
 
@@ -107,13 +103,16 @@ def test_a_node_without_the_data_is_named(examine: Any) -> None:
     assert found.node == BAD and "a.parquet.gone" in found.text
 
 
-@pytest.mark.parametrize(
-    ("method", "check"),
-    [("write_speed", "storage"), ("read_speed", "storage"), ("speeds", "speed"), ("now", "clock")],
-)
-def test_a_measurement_that_fails_on_a_node_is_named(examine: Any, method: str, check: str) -> None:
-    found = failures(examine({(BAD, method): Failed("no answer within 10 s")}))
+@pytest.mark.parametrize(("method", "check"), [("check_storage", "storage"), ("check_data", "data"), ("now", "clock")])
+def test_a_node_that_does_not_answer_in_a_part_is_named(examine: Any, method: str, check: str) -> None:
+    found = failures(examine({(BAD, method): "no answer within 10 s"}))
     assert {name: each.node for name, each in found.items()} == {check: BAD}
+
+
+def test_a_few_data_files_stand_for_all(examine: Any, tmp_path: Path) -> None:
+    for number in range(20):
+        (tmp_path / f"data/{number}.parquet").write_bytes((tmp_path / "data/a.parquet").read_bytes())
+    assert examine({}).num_files == 7
 
 
 def test_data_or_storage_that_the_checking_machine_cannot_use_is_a_failure(tmp_path: Path, examine: Any) -> None:

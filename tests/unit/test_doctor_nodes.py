@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from elastic_ddp.doctor.checks import judge
-from elastic_ddp.doctor.facts import Clock, Gpu, Node, Token
-from elastic_ddp.doctor.findings import ALL, Finding
+from elastic_ddp.doctor.facts import ALL, Clock, Finding, Gpu, Node, Token
 from elastic_ddp.doctor.node_checks import check_mirrors
 from tests.unit.doctor_facts import (
     BAD,
@@ -31,7 +30,7 @@ def test_a_healthy_cluster_passes_every_check_with_one_row_each() -> None:
     assert {each.verdict for each in found} == {"ok"}
     assert [each.check for each in found] == [
         *("nodes", "versions", "driver", "token", "clock", "storage", "data", "GPUs", "CPUs", "/dev/shm", "open files"),
-        *("network", "gloo", "nccl", "links", "speed"),
+        *("network", "gloo", "nccl"),
     ]
     assert "3 in Ray, 3 for workers (CPU=12, GPU=3)" in {each.text for each in found}
 
@@ -44,7 +43,7 @@ def test_a_node_on_which_no_process_starts_fails() -> None:
 
 def test_a_cluster_without_nodes_for_workers_is_a_warning() -> None:
     head = Node(name=NAMES[0], resources={"CPU": 0.0}, free={}, facts=node_facts(NAMES[0]), clock=CLOCK)
-    assert "no node has CPUs or GPUs" in problem(cluster(nodes=(head,), groups={}, links=()), "nodes").text
+    assert "no node has CPUs or GPUs" in problem(cluster(nodes=(head,), groups={}), "nodes").text
 
 
 CLOCK = Clock(offset_s=0.0, uncertainty_s=0.0)
