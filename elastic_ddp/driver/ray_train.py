@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -18,7 +18,6 @@ from elastic_ddp import standby
 from elastic_ddp.errors import StorageError
 from elastic_ddp.rendezvous.actor import RendezvousHandle
 from elastic_ddp.rendezvous.members import Member
-from elastic_ddp.telemetry.versions import versions
 from elastic_ddp.user_code import ship
 from elastic_ddp.worker.job import Job, WorkerContext
 from elastic_ddp.worker.main import work
@@ -64,7 +63,6 @@ def run_workers(job: Job, rendezvous: RendezvousHandle, on_controller: Callable[
     # The tasks that workers start for their data inherit it.
     environment: dict[str, Any] = {"worker_runtime_env": {"env_vars": dict(config.env)}}
     # Imported late: with another Ray version the import fails, and `check_ray_version` explains that better.
-    from elastic_ddp.ray_internals.state_api import RunInStateApi
     from elastic_ddp.ray_internals.trainer import ElasticTorchTrainer
 
     trainer = ElasticTorchTrainer(
@@ -74,13 +72,6 @@ def run_workers(job: Job, rendezvous: RendezvousHandle, on_controller: Callable[
         save_within_s=config.drain_deadline_s,
         standby_workers=config.standby_workers,
         on_controller=on_controller,
-        state_api=RunInStateApi(
-            session=job.session,
-            name=config.name,
-            uri=job.storage.uri,
-            settings=config.recorded(),
-            versions=versions(),
-        ),
         scaling_config=ray.train.ScalingConfig(
             use_gpu=config.use_gpu, resources_per_worker=dict(config.resources_per_worker), **scaling
         ),
@@ -97,15 +88,6 @@ def run_workers(job: Job, rendezvous: RendezvousHandle, on_controller: Callable[
     finally:
         with suppress(StorageError):
             job.storage.delete_tree(f"ray_train/{session}")
-
-
-def report_outcome(job: Job, outcome: Mapping[str, Any]) -> None:
-    """Reports how a session ended to the API of Ray's dashboard, if that is turned on."""
-    from elastic_ddp.ray_internals import state_api
-
-    stopped = f"{outcome['status']} after step {outcome.get('steps')}; the same command resumes it"
-    detail = {"finished": None, "failed": outcome.get("error")}.get(outcome["status"], stopped)
-    state_api.report_outcome(job.session, outcome["status"], detail)
 
 
 def _run_worker(job: Job, rendezvous: RendezvousHandle) -> None:

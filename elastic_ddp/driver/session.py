@@ -15,7 +15,7 @@ from elastic_ddp.distributed.step_agreement import EMPTY_SAMPLES_DIGEST
 from elastic_ddp.driver.display import RunDisplay
 from elastic_ddp.driver.gcs_watch import GcsWatch
 from elastic_ddp.driver.metrics import RunMetrics
-from elastic_ddp.driver.ray_train import report_outcome, run_workers
+from elastic_ddp.driver.ray_train import run_workers
 from elastic_ddp.driver.wait_watch import WaitWatch
 from elastic_ddp.errors import ConfigError, WorkersFailedError
 from elastic_ddp.loggers.logger import Logger
@@ -241,8 +241,6 @@ class Session:
         for controller in self._controllers:
             ray.kill(controller)
         self._thread.join(EXIT_TIMEOUT_S)
-        if self._outcome is not None:
-            report_outcome(self._job, self._outcome)
 
     def close_ledger(self) -> None:
         """Writes the last event of the session. Raises StorageError if events cannot be stored."""

@@ -18,7 +18,6 @@ from elastic_ddp.ray_internals.cluster_use import placement_group_prefix
 from elastic_ddp.ray_internals.controller import CountingFailurePolicy, ElasticController
 from elastic_ddp.ray_internals.dataset import exports_metrics
 from elastic_ddp.ray_internals.scaling import NODE_ID, LimitedScalingPolicy
-from elastic_ddp.ray_internals.state_api import RunInStateApi, is_tracked
 from elastic_ddp.ray_internals.worker_group import release_placement_groups
 
 _UNUSED_CALLBACKS = ("PlacementGroupCleanerCallback", "DatasetsCallback", "StateManagerCallback")
@@ -29,7 +28,8 @@ class ElasticTorchTrainer(DataParallelTrainer):
 
     The placement group cleaner needs the dashboard, which `ray[train]` does not install, and logs a warning every
     second. `fit` removes its placement groups itself. Another callback shards data sets of Ray Train, which are not
-    used here, and starts a process for each new worker. `state_api` takes the place of the third one.
+    used here, and starts a process for each new worker. The third one would store the text of all arguments of the
+    training function, among them values of `env`, in an actor.
     `on_controller` is called with the controller actor.
     """
 
@@ -41,11 +41,9 @@ class ElasticTorchTrainer(DataParallelTrainer):
         save_within_s: float,
         standby_workers: int,
         on_controller: Callable[[Any], None],
-        state_api: RunInStateApi,
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, backend_config=TorchWithoutProcessGroup(), **kwargs)
-        self._state_api = state_api
         self._run_name = run_name
         self._controller_arguments = {
             "rendezvous": rendezvous,
@@ -56,8 +54,7 @@ class ElasticTorchTrainer(DataParallelTrainer):
 
     def _create_default_callbacks(self) -> list[Any]:
         callbacks: list[Any] = super()._create_default_callbacks()
-        used = [callback for callback in callbacks if type(callback).__name__ not in _UNUSED_CALLBACKS]
-        return [*used, self._state_api] if is_tracked() else used
+        return [callback for callback in callbacks if type(callback).__name__ not in _UNUSED_CALLBACKS]
 
     def _initialize_and_run_controller(self, **arguments: Any) -> Any:
         if exports_metrics():

@@ -1,7 +1,4 @@
-"""A live run in a real Prometheus, and in the API of Ray's dashboard.
-
-Needs `ray[default]`, and Debian's prometheus.
-"""
+"""A live run in a real Prometheus. Needs `ray[default]`, and Debian's prometheus."""
 
 from __future__ import annotations
 
@@ -17,7 +14,7 @@ import time
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -44,7 +41,6 @@ pytestmark = [pytest.mark.slow, pytest.mark.chaos, pytest.mark.timeout(500)]
 
 DASHBOARD = json.loads((Path(__file__).parents[2] / "cluster/grafana/elastic_ddp.json").read_text())
 NAME, MEASURED = "seen", "measured"
-ENV_VALUE = "not-for-the-dashboard"
 SCRAPE_S = 1
 
 
@@ -55,7 +51,6 @@ def head(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
     arguments = {"num_cpus": 3, "include_dashboard": True, "object_store_memory": 2 * 10**8, "_system_config": system}
     cluster = Cluster(True, head_node_args=arguments)
     monkeypatch.setenv("RAY_ADDRESS", cluster.address)
-    monkeypatch.setenv("RAY_TRAIN_ENABLE_STATE_TRACKING", "1")
     yield cluster
     ray.shutdown()
     cluster.shutdown()
@@ -129,21 +124,7 @@ def newest(ledger: list[Event], kind: type[Any]) -> Any:
     return next((event for event in reversed(ledger) if isinstance(event, kind)), None)
 
 
-def newest_run(head: Cluster) -> tuple[dict[str, Any], str]:
-    """Returns the newest run in Ray's API, and the text of the whole answer."""
-    with urllib.request.urlopen(f"http://{head.head_node.webui_url}/api/train/v2/runs/v1", timeout=30) as answer:
-        text = answer.read().decode()
-    runs = json.loads(text)["train_runs"]
-    return (runs[0] if runs else {"status": None}), text
-
-
-def alive(run: Mapping[str, Any]) -> list[int]:
-    """Process ids of the workers of a run that are alive in Ray's API."""
-    workers = run["attempts"][-1]["workers"]
-    return sorted(worker["pid"] for worker in workers if worker["status"] == "ALIVE")
-
-
-def test_a_live_run_is_in_prometheus_in_the_dashboard_and_in_rays_api(
+def test_a_live_run_is_in_prometheus_and_in_the_dashboard(
     head: Cluster, prometheus: Prometheus, folder: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "data").symlink_to(folder / "data")
@@ -177,22 +158,14 @@ def test_a_live_run_is_in_prometheus_in_the_dashboard_and_in_rays_api(
         pause.touch()
         until(agrees, log)
         assert 0 < (value("goodput_ratio") or 0) < 1 and value("failures_total", kind="worker") == 0
-        until(lambda: alive(newest_run(head)[0]) == members(), log)
-        run, text = newest_run(head)
-        assert (run["name"], run["status"]) == (NAME, "RUNNING") and ENV_VALUE not in text
-        assert run["run_settings"]["train_loop_config"]["global_batch_size"] == 48
-        assert run["framework_versions"]["elastic-ddp"]
 
         os.kill(members()[0], signal.SIGKILL)
         pause.unlink()
         until(lambda: value("failures_total", kind="worker") == 1 and value("world_size") == 1, log)
         until(lambda: value("world_size") == 2, log)
-        until(lambda: len(alive(newest_run(head)[0])) == 2 and alive(newest_run(head)[0]) == members(), log)
         check_dashboard(head, prometheus)
         process.send_signal(signal.SIGTERM)
         assert process.wait(60) == 0, log.read_text()
-    run, _ = newest_run(head)
-    assert run["status"] == "ABORTED" and "stopped after step" in run["status_detail"] and not alive(run)
     stopped_at = newest(read_ledger(storage), events.RunFinished).steps
 
     pause.touch()
@@ -203,8 +176,6 @@ def test_a_live_run_is_in_prometheus_in_the_dashboard_and_in_rays_api(
         until(lambda: value("step") == stopped_at, log)
         pause.unlink()
         assert process.wait(60) == 0, log.read_text()
-    run, _ = newest_run(head)
-    assert run["status"] == "FINISHED" and not alive(run) and run["end_time_ns"]
     until(lambda: not prometheus.query(f'ray_elastic_ddp_step{{run="{NAME}"}}'), log)
     [all_steps] = prometheus.query(f'sum by (run) (ray_elastic_ddp_steps_total{{run="{NAME}"}})')
     assert float(all_steps["value"][1]) == stopped_at + 20, "the counters of both drivers stay"
@@ -256,8 +227,7 @@ def main() -> None:
             time.sleep(0.05)
 
     ray.init(logging_level="WARNING")
-    changes = {"min_workers": 1, "resize_interval_s": 1.0, "env": {"SHOWN": ENV_VALUE}}
-    config = jobs.settings(storage, NAME, 2, steps=int(steps), **changes)
+    config = jobs.settings(storage, NAME, 2, steps=int(steps), min_workers=1, resize_interval_s=1.0)
     print(ed.ElasticTrainer(jobs.make_train(slow), data, config, transform=jobs.jitter).fit())
 
 
