@@ -6,5 +6,6 @@
 device) -> `feed` (prefetches in the background) -> `feed_cache` (prepares the next feed).
 
 Beside them: `files` and `local_files` list and read files, `access` checks whether a node reads them, `weights` samples
-rows by weight, and `user_calls` reports the call of the user's function in which a data process died or hangs.
+rows by weight, `user_code` sends the user's functions to data processes and workers, and `user_calls` reports the call
+of such a function in which a data process died or hangs.
 """

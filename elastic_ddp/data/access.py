@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from elastic_ddp.data.files import DataFile, check_version, read_footer
 from elastic_ddp.data.index import DatasetIndex
 from elastic_ddp.data.map_style import MapStyleIndex
+from elastic_ddp.data.user_code import this_node
 from elastic_ddp.errors import ConfigError, DataError
 from elastic_ddp.storage.storage import Storage
-from elastic_ddp.user_code import this_node
 
 _log = logging.getLogger(__name__)
 

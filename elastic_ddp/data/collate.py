@@ -26,9 +26,9 @@ from elastic_ddp.data.source import COLUMN_PREFIX, rows_of_chunks, wrap
 from elastic_ddp.data.split import ChunkContent, split_into_micro_batches
 from elastic_ddp.data.transform import Arrays, Transform, apply_transform, check_tensors
 from elastic_ddp.data.user_calls import recorded
+from elastic_ddp.data.user_code import environment, uninterrupted
 from elastic_ddp.errors import ConfigError, DataError, shorten, text_of
 from elastic_ddp.seeding import seed_all
-from elastic_ddp.user_code import environment, uninterrupted
 
 CollateFn = Callable[[list[Any]], Any]
 """Maps the rows of a micro-batch to a batch of any type.

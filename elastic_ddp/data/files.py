@@ -25,9 +25,9 @@ from fsspec.utils import merge_offset_ranges
 from elastic_ddp.config.environment import check_uri_is_public
 from elastic_ddp.config.storage_uri import mistyped_uri
 from elastic_ddp.data.local_files import is_hidden, list_local_files, matches
+from elastic_ddp.data.user_code import this_node
 from elastic_ddp.errors import DataError, format_exception
 from elastic_ddp.storage.errors import suggest_fix
-from elastic_ddp.user_code import this_node
 
 _MAX_GAP_BYTES = 64 * 1024  # reading so many unwanted bytes is cheaper than another request
 _PYARROWS_OPTIONS = re.compile(r"^\w+://.*\?\w+=")

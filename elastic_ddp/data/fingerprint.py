@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from elastic_ddp.data.user_code import environment
 from elastic_ddp.errors import DataError, text_of
 from elastic_ddp.seeding import preserve_rng_state, seed_all
-from elastic_ddp.user_code import environment
 
 _PROBED_ROWS = 8
 

@@ -25,8 +25,8 @@ from elastic_ddp.data.order import Int64Array
 from elastic_ddp.data.packing import dump, load
 from elastic_ddp.data.transform import check_tensors
 from elastic_ddp.data.user_calls import describe_rows
+from elastic_ddp.data.user_code import Shipped, environment, ship, uninterrupted
 from elastic_ddp.errors import ConfigError, DataError, format_exception, text_of
-from elastic_ddp.user_code import Shipped, environment, ship, uninterrupted
 
 _CACHED_DATA_SETS = 4
 """How many data sets in memory a process keeps."""

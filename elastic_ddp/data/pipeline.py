@@ -22,8 +22,8 @@ from elastic_ddp.data.source import BLOCK_BYTES, read_chunks
 from elastic_ddp.data.split import ChunkContent
 from elastic_ddp.data.transform import PrepareChunks, Transform, unpack
 from elastic_ddp.data.user_calls import CallRecords, FatalCall, record_calls
+from elastic_ddp.data.user_code import Shipped, refuse_breakpoints, ship
 from elastic_ddp.errors import ConfigError, DataError, format_exception
-from elastic_ddp.user_code import Shipped, refuse_breakpoints, ship
 
 _STORE_BYTES = 32 << 20
 """Limit on finished blocks that wait in the object store. A higher limit makes no feed faster."""

@@ -15,9 +15,9 @@ from elastic_ddp.data.order import transform_generator
 from elastic_ddp.data.source import COLUMN_PREFIX, BlockFiller, as_binary
 from elastic_ddp.data.split import ChunkContent
 from elastic_ddp.data.user_calls import describe_rows, recorded
+from elastic_ddp.data.user_code import environment
 from elastic_ddp.errors import ConfigError, DataError, text_of
 from elastic_ddp.seeding import seed_all
-from elastic_ddp.user_code import environment
 
 Arrays = dict[str, Array]
 Transform = Callable[[Arrays, np.random.Generator], Arrays]

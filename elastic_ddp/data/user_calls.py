@@ -19,9 +19,9 @@ from pathlib import Path
 
 from elastic_ddp.data.order import Int64Array
 from elastic_ddp.errors import shorten
-from elastic_ddp.processes import has_ended, process_state
+from elastic_ddp.rendezvous.processes import has_ended, process_state
 from elastic_ddp.signals import FATAL_SIGNALS
-from elastic_ddp.temporary_folder import TemporaryFolder
+from elastic_ddp.storage.temporary_folder import TemporaryFolder
 
 _MAX_ROWS = 20
 _MAX_DESCRIBED_ROWS = 64

@@ -13,11 +13,11 @@ from elastic_ddp.config.capacity import workers_that_fit
 from elastic_ddp.config.run_config import RunConfig
 from elastic_ddp.data.access import announce, check_data, check_storage
 from elastic_ddp.data.files import DataFile
+from elastic_ddp.data.user_code import import_failure
 from elastic_ddp.errors import ConfigError, DataError, ElasticDDPError, format_exception, shorten
 from elastic_ddp.ray_internals.this_job import COPIES
 from elastic_ddp.storage.errors import suggest_fix
 from elastic_ddp.storage.storage import Storage
-from elastic_ddp.user_code import import_failure
 
 ANSWERS_WITHIN_S = 120.0
 """How long a node may take to start a process that checks its access: loading torch from a new cloud disk is slow."""

@@ -14,11 +14,11 @@ import ray
 import ray.train
 import torch
 
-from elastic_ddp import standby
+from elastic_ddp.data.user_code import ship
 from elastic_ddp.errors import StorageError
+from elastic_ddp.rendezvous import standby
 from elastic_ddp.rendezvous.actor import RendezvousHandle
 from elastic_ddp.rendezvous.members import Member
-from elastic_ddp.user_code import ship
 from elastic_ddp.worker.job import Job, WorkerContext
 from elastic_ddp.worker.main import work
 
@@ -33,7 +33,7 @@ _RAY_TRAIN_SETTINGS = {
     "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
     # It makes each line that a worker prints appear twice.
     "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",
-    # The working directory is the driver's: see `user_code`.
+    # The working directory is the driver's: see `data/user_code.py`.
     "RAY_CHDIR_TO_TRIAL_DIR": "0",
 }
 """Environment variables that Ray Train reads in the driver. Values that the user has set take precedence."""

@@ -11,6 +11,7 @@ from typing import Any
 import ray
 
 from elastic_ddp.checkpoint import Commit, CommitCatalog
+from elastic_ddp.data.user_code import import_failure
 from elastic_ddp.distributed.step_agreement import EMPTY_SAMPLES_DIGEST
 from elastic_ddp.driver.display import RunDisplay
 from elastic_ddp.driver.gcs_watch import GcsWatch
@@ -30,7 +31,6 @@ from elastic_ddp.telemetry.event import Event
 from elastic_ddp.telemetry.events import RunFailed, RunFinished, SessionEnded, SessionStarted
 from elastic_ddp.telemetry.step_values import lost_steps
 from elastic_ddp.telemetry.versions import versions
-from elastic_ddp.user_code import import_failure
 from elastic_ddp.worker.job import COMMITS, Job
 
 EXIT_TIMEOUT_S = 5.0

@@ -52,9 +52,9 @@ from elastic_ddp.rendezvous.messages import RendezvousOptions
 from elastic_ddp.rendezvous.start import start_rendezvous
 from elastic_ddp.storage.lease import DriverLease
 from elastic_ddp.storage.storage import Storage
+from elastic_ddp.storage.temporary_folder import TemporaryFolder
 from elastic_ddp.telemetry import new_session, newest_number, read_ledger, summarize
 from elastic_ddp.telemetry.description import describe_status
-from elastic_ddp.temporary_folder import TemporaryFolder
 from elastic_ddp.worker.job import COMMITS, Job, has_commits
 
 if TYPE_CHECKING:

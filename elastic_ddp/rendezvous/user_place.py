@@ -19,7 +19,9 @@ _TORCH, _RAY = (str(Path(find_spec(name).origin or "").parent) for name in ("tor
 _INSTALLED = tuple({sysconfig.get_path(name) for name in ("purelib", "platlib")})
 _STANDARD = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib")})
 _OURS = (_PACKAGE, _TORCH, _RAY, "<frozen")
-_CALL_TRAINING_FUNCTION = [f"{_PACKAGE}/{file}" for file in ("user_code.py", "worker/main.py", "driver/ray_train.py")]
+_CALL_TRAINING_FUNCTION = [
+    f"{_PACKAGE}/{file}" for file in ("data/user_code.py", "worker/main.py", "driver/ray_train.py")
+]
 _MESSAGES = ("send", "recv", "isend", "irecv", "batch_isend_irecv")
 """Functions of torch.distributed that involve two ranks only."""
 _DUMPED_FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$')

@@ -16,10 +16,10 @@ from elastic_ddp.data.index import DatasetIndex, open_index
 from elastic_ddp.data.inline_feed import InlineFeed
 from elastic_ddp.data.map_style import MapStyleIndex, check_data, has_columns, index_in_memory, is_parquet
 from elastic_ddp.data.order import EpochShape, FeedPlan
+from elastic_ddp.data.user_code import environment
 from elastic_ddp.distributed.buffer_sync import StepBuffers
 from elastic_ddp.errors import ConfigError
 from elastic_ddp.seeding import preserve_rng_state, seed_all
-from elastic_ddp.user_code import environment
 from elastic_ddp.worker.evaluated_values import Collected, CollectedMeans, CollectedRows
 from elastic_ddp.worker.job import has_commits
 

@@ -14,10 +14,11 @@ import ray
 import torch
 import torch.distributed as dist
 
-from elastic_ddp import signals, standby
+from elastic_ddp import signals
 from elastic_ddp.config.capacity import check_cpus
 from elastic_ddp.config.run_config import RunConfig
 from elastic_ddp.data.access import check_access, files_to_check
+from elastic_ddp.data.user_code import environment, refuse_breakpoints
 from elastic_ddp.distributed import cublas
 from elastic_ddp.distributed.process_group import is_missing_group, is_peer_failure
 from elastic_ddp.distributed.sockets import use_interface_of
@@ -31,12 +32,12 @@ from elastic_ddp.errors import (
     format_exception,
     text_of,
 )
+from elastic_ddp.rendezvous import standby
 from elastic_ddp.rendezvous.actor import RendezvousHandle
 from elastic_ddp.rendezvous.client import RendezvousClient, RunStopped
 from elastic_ddp.rendezvous.hang import STANDBY
 from elastic_ddp.seeding import seed_all
 from elastic_ddp.telemetry.event import RUN_FAILED
-from elastic_ddp.user_code import environment, refuse_breakpoints
 from elastic_ddp.worker.job import Job, WorkerContext
 from elastic_ddp.worker.loop import Loop
 from elastic_ddp.worker.membership import RestartTraining

@@ -10,12 +10,12 @@ import time
 from dataclasses import replace
 from typing import TYPE_CHECKING, TypeVar
 
-from elastic_ddp import standby
 from elastic_ddp.distributed.assignment import Assignment
 from elastic_ddp.distributed.fsdp_units import device_of_shards
 from elastic_ddp.distributed.process_group import is_peer_failure
 from elastic_ddp.distributed.store import StoreConnection
 from elastic_ddp.errors import WorkersFailedError, format_exception
+from elastic_ddp.rendezvous import standby
 from elastic_ddp.rendezvous.coordinator import PREPARE_S
 from elastic_ddp.rendezvous.hang import STORING
 from elastic_ddp.rendezvous.messages import PlannedAssignment

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
+from elastic_ddp.data.user_code import environment
 from elastic_ddp.distributed.buffer_rules import check_rules
 from elastic_ddp.distributed.buffer_sync import resolve_views
 from elastic_ddp.distributed.first_weights import FirstWeights
 from elastic_ddp.distributed.prepared_model import PreparedModel, ShardBy, unit_predicate
 from elastic_ddp.errors import ConfigError
 from elastic_ddp.storage.storage import Storage
-from elastic_ddp.user_code import environment
 from elastic_ddp.worker.hyperparameters import Every
 from elastic_ddp.worker.state_checks import check_model, check_sync_batch_norm
 from elastic_ddp.worker.step import Step

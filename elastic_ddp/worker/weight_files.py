@@ -19,7 +19,7 @@ import torch
 from elastic_ddp.errors import CheckpointError, ConfigError, StorageError, format_exception, shorten
 from elastic_ddp.storage.retry import RetryingStorage
 from elastic_ddp.storage.storage import Storage
-from elastic_ddp.temporary_folder import TemporaryFolder
+from elastic_ddp.storage.temporary_folder import TemporaryFolder
 from elastic_ddp.tensors.state_tree import dtype_name
 
 KeyMapping = Mapping[str, str] | Callable[[str], str | None]

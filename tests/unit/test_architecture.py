@@ -26,7 +26,6 @@ ORDER = [
     "doctor",
     "worker",
     "data",
-    "user_code",
     "ray_internals",
     "rendezvous",
     "checkpoint",
@@ -36,20 +35,17 @@ ORDER = [
     "storage",
     "tensors",
     "config",
-    "standby",
     "torch_internals",
     "notices",
     "signals",
-    "processes",
     "console",
-    "temporary_folder",
     "seeding",
     "formatting",
     "errors",
 ]
 """Top to bottom. A folder imports from those after it only; imports for type annotations count too."""
 
-MAY_IMPORT_RAY = {"cli", "doctor", "driver", "worker", "data", "user_code", "ray_internals", "rendezvous"}
+MAY_IMPORT_RAY = {"cli", "doctor", "driver", "worker", "data", "ray_internals", "rendezvous"}
 
 KNOWS_RAYS_INTERNALS = "elastic_ddp.ray_internals"
 """They change with every release of Ray, so one package has them all, and no other Ray than its own is shown to it."""

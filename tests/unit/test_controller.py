@@ -22,6 +22,7 @@ from ray.train.v2._internal.execution.scaling_policy import (
 from ray.train.v2._internal.execution.worker_group import WorkerGroup
 from ray.train.v2.api.exceptions import ControllerError
 
+from elastic_ddp.data.user_code import import_failure
 from elastic_ddp.ray_internals import controller as controller_module
 from elastic_ddp.ray_internals import worker_group
 from elastic_ddp.ray_internals.controller import (
@@ -37,7 +38,6 @@ from elastic_ddp.ray_internals.start_backoff import MAX_START_BACKOFF_S, StartBa
 from elastic_ddp.ray_internals.worker_group import ElasticWorkerGroup
 from elastic_ddp.rendezvous.messages import WorkerDirectives
 from elastic_ddp.telemetry.events import StartFailed
-from elastic_ddp.user_code import import_failure
 
 NONE = WorkerDirectives(failed={}, newcomers=[], dismissed=[], leaving=[], avoid=[], limit=3, is_over=False)
 START = RunningState()

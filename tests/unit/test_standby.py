@@ -13,7 +13,7 @@ from unittest import mock
 import pytest
 import torch
 
-from elastic_ddp import standby
+from elastic_ddp.rendezvous import standby
 
 
 @pytest.fixture(autouse=True)

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from elastic_ddp.temporary_folder import TemporaryFolder
+from elastic_ddp.storage.temporary_folder import TemporaryFolder
 
 HOLD = """
 import sys
-from elastic_ddp.temporary_folder import TemporaryFolder
+from elastic_ddp.storage.temporary_folder import TemporaryFolder
 folder = TemporaryFolder("calls")
 print(folder.path, flush=True)
 sys.stdin.read()

@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 import ray
 
-from elastic_ddp import user_code
+from elastic_ddp.data import user_code
+from elastic_ddp.data.user_code import DriverEnvironment, import_failure, ship, uninterrupted
 from elastic_ddp.errors import ConfigError
-from elastic_ddp.user_code import DriverEnvironment, import_failure, ship, uninterrupted
 
 
 @pytest.fixture(autouse=True)
@@ -38,11 +38,11 @@ def driver_in(folder: Path, first: tuple[Path, ...] = (), last: tuple[Path, ...]
 def test_the_script_s_folders_are_sent_and_those_of_python_are_not(tmp_path: Path) -> None:
     code = (
         "import sys; sys.path[:] = ['', 'lib', *sys.path[1:], '/opt/other/lib/python3.12/site-packages', '../late']\n"
-        "from elastic_ddp.user_code import DriverEnvironment\n"
+        "from elastic_ddp.data.user_code import DriverEnvironment\n"
         "driver = DriverEnvironment.capture(); print(driver.first[:2]); print(driver.last[-1:])\n"
         "print([path for path in driver.first + driver.last if 'python3' in path])"
     )
-    environment = {**os.environ, "PYTHONPATH": str(Path(user_code.__file__).parents[1])}
+    environment = {**os.environ, "PYTHONPATH": str(Path(user_code.__file__).parents[2])}
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True)
     first, last = (str(tmp_path), f"{tmp_path}/lib"), (f"{tmp_path.parent}/late",)
     assert done.stdout.splitlines() == [repr(first), repr(last), "[]"], done.stderr
@@ -139,14 +139,14 @@ def test_a_breakpoint_in_a_process_of_the_run_is_an_error_unless_the_user_has_se
 ) -> None:
     script = tmp_path / "script.py"
     script.write_text(
-        "import os\nfrom elastic_ddp.user_code import refuse_breakpoints\n"
+        "import os\nfrom elastic_ddp.data.user_code import refuse_breakpoints\n"
         "os.environ['PYTHONBREAKPOINT'] = 'ray.util.rpdb.set_trace'  # as Ray does\n"
         "refuse_breakpoints()\n"
         "try:\n    breakpoint()\n    print('ignored')\n"
         "except Exception as error:\n    print('refused', error)\n"
     )
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONBREAKPOINT"}
-    environment |= {"PYTHONPATH": str(Path(user_code.__file__).parents[1])} | own
+    environment |= {"PYTHONPATH": str(Path(user_code.__file__).parents[2])} | own
     done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True)
     assert done.stdout.startswith(printed), done.stderr
     if printed == "refused":

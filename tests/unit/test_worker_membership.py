@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 import torch
 
-from elastic_ddp import standby
 from elastic_ddp.distributed.process_group import ProcessGroup
 from elastic_ddp.errors import WorkersFailedError
+from elastic_ddp.rendezvous import standby
 from elastic_ddp.rendezvous.messages import PlannedAssignment
 from elastic_ddp.seeding import seed_all
 from elastic_ddp.worker.run import Run

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
-from elastic_ddp.processes import has_ended
+from elastic_ddp.rendezvous.processes import has_ended
 
 GPU_RELEASE_TIMEOUT_S = 30.0
 """How long the worker that failed may take to end. It is killed, and its memory of the GPU is free then."""
