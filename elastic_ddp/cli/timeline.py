@@ -9,23 +9,10 @@ import numpy as np
 from rich.text import Text
 
 from elastic_ddp.report.history import History, throughput
-from elastic_ddp.report.marks import Kind
+from elastic_ddp.report.marks import LOOKS, Kind
 
 _BARS = "▁▂▃▄▅▆▇"
 """Not the full block: a line of bars would touch the one above it."""
-MARKS: dict[Kind, tuple[str, str, str]] = {
-    "failed": ("✕", "bold red", "failed"),
-    "hang": ("!", "bold red", "hang"),
-    "corruption": ("⬟", "bold red", "corruption"),
-    "run failed": ("■", "bold red", "the run failed"),
-    "driver died": ("†", "bold red", "the driver died"),
-    "stopped": ("□", "bold blue", "stopped"),
-    "drained": ("▼", "bold yellow", "drained"),
-    "left": ("▽", "yellow", "left"),
-    "resumed": ("↻", "bold blue", "resumed"),
-    "joined": ("▲", "bold green", "joined"),
-}
-"""Symbol, style and name of each kind of mark. Of two in one interval, the first of this dict is shown."""
 
 
 class Timeline:
@@ -45,12 +32,15 @@ class Timeline:
     def marks(self, columns: int) -> Text:
         """What happened to the run in each interval."""
         found: dict[int, Kind] = {}
-        for mark in sorted(self._history.marks, key=lambda mark: list(MARKS).index(mark.kind)):
+        for mark in sorted(self._history.marks, key=lambda mark: list(LOOKS).index(mark.kind)):
             found.setdefault(self._column(mark.at, columns), mark.kind)
         text = Text()
         for column in range(columns):
-            symbol, style, _ = MARKS[found[column]] if column in found else (" ", "", "")
-            text.append(symbol, style=style)
+            if column in found:
+                look = LOOKS[found[column]]
+                text.append(look.glyph, style=f"bold {look.color}")
+            else:
+                text.append(" ")
         return text
 
     def world_sizes(self, columns: int) -> list[float]:

@@ -18,9 +18,10 @@ from rich.text import Text
 from elastic_ddp.cli.output import LABEL_WIDTH, facts_table, ranges
 from elastic_ddp.cli.phases import describe_bottleneck, format_gib
 from elastic_ddp.cli.run_summary import STYLES, training_rate, workers_gone
-from elastic_ddp.cli.timeline import MARKS, Timeline, sparkline
+from elastic_ddp.cli.timeline import Timeline, sparkline
 from elastic_ddp.formatting import clock_face, first_line, format_rate, format_time, plural
 from elastic_ddp.report.history import read_history
+from elastic_ddp.report.marks import LOOKS
 from elastic_ddp.telemetry import events, phases
 from elastic_ddp.telemetry.description import describe_event, describe_status
 from elastic_ddp.telemetry.event import Event, last_of
@@ -104,9 +105,9 @@ def _curves(summary: Mapping[str, Any], rate: MovingRate | None, timeline: Timel
     end = clock_face(timeline.length_s)
     rows.add_row("", "", Text("0:00" + end.rjust(columns - 4), style="dim"))
     seen = [
-        Text.assemble((mark, style), (f" {what}", "dim"), no_wrap=True)
-        for mark, style, what in MARKS.values()
-        if mark in marks.plain
+        Text.assemble((look.glyph, f"bold {look.color}"), (f" {look.short_words}", "dim"), no_wrap=True)
+        for look in LOOKS.values()
+        if look.glyph in marks.plain
     ]
     if seen:
         rows.add_row("", "", Columns(seen, padding=(0, 2)))

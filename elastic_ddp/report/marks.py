@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from elastic_ddp.formatting import duration, first_line, plural
 from elastic_ddp.telemetry.description import describe_status
@@ -25,6 +25,37 @@ from elastic_ddp.telemetry.sessions import Session
 Kind = Literal[
     "joined", "failed", "drained", "left", "stopped", "run failed", "driver died", "resumed", "hang", "corruption"
 ]
+
+
+class Look(NamedTuple):
+    """How the report and the terminal show one kind of mark."""
+
+    words: str
+    symbol: str
+    """The symbol's name in Plotly."""
+    glyph: str
+    """The symbol as a character."""
+    color: str
+
+    @property
+    def short_words(self) -> str:
+        """The words beside a curve of workers."""
+        return self.words.removeprefix("worker ")
+
+
+LOOKS: dict[Kind, Look] = {
+    "failed": Look("worker failed", "x", "✕", "#d62728"),
+    "hang": Look("hang", "star", "★", "#d62728"),
+    "corruption": Look("corruption", "pentagon", "⬟", "#d62728"),
+    "run failed": Look("run failed", "hexagon", "⬢", "#d62728"),
+    "driver died": Look("driver died", "cross", "✚", "#d62728"),
+    "stopped": Look("stopped", "square", "■", "#7a7a7a"),
+    "drained": Look("worker drained", "triangle-down", "▼", "#e08214"),
+    "left": Look("worker left (resize)", "triangle-down-open", "▽", "#7a7a7a"),
+    "resumed": Look("resumed", "diamond", "◆", "#a05cc4"),
+    "joined": Look("worker joined", "triangle-up", "▲", "#2a9d6e"),
+}
+"""The most important kind is first: of two marks in one column, a terminal shows the first."""
 DRIVER_DIED = "the driver died: no event tells how its session ended"
 _MAX_NAMED = 3
 """For more workers, a mark has only their number."""

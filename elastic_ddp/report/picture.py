@@ -11,7 +11,7 @@ from elastic_ddp.errors import printable
 from elastic_ddp.report.figure import broken, thin, time_unit
 from elastic_ddp.report.headline import headline
 from elastic_ddp.report.history import History
-from elastic_ddp.report.timeline import MARKS
+from elastic_ddp.report.marks import LOOKS
 
 _WIDTH, _LEFT, _RIGHT = 800, 56, 12
 _PANELS = {"workers": (90, 160), "training loss": (180, 398)}
@@ -103,8 +103,7 @@ def _marks(history: History, x: _Scale, y: _Scale) -> Iterator[str]:
     for mark in history.marks:
         if mark.kind == "left":
             continue
-        name, _, _, color = MARKS[mark.kind]
-        name = name.removeprefix("worker ")
+        name, color = LOOKS[mark.kind].short_words, LOOKS[mark.kind].color
         place, width = x(mark.at), 7 * len(name)
         if mark.kind == "joined":
             yield f'<path d="M{place - 5} {y(mark.world_size) + 5}h10l-5 -9z" fill="{color}"/>'

@@ -10,21 +10,8 @@ from elastic_ddp.formatting import duration
 from elastic_ddp.report import figure
 from elastic_ddp.report.figure import Chart
 from elastic_ddp.report.history import History, finite, throughput
-from elastic_ddp.report.marks import Kind
+from elastic_ddp.report.marks import LOOKS
 
-MARKS: dict[Kind, tuple[str, str, str, str]] = {
-    "joined": ("worker joined", "triangle-up", "▲", "#2a9d6e"),
-    "failed": ("worker failed", "x", "✖", "#d62728"),
-    "drained": ("worker drained", "triangle-down", "▼", "#e08214"),
-    "left": ("worker left (resize)", "triangle-down-open", "▽", "#7a7a7a"),
-    "stopped": ("stopped", "square", "■", "#7a7a7a"),
-    "run failed": ("run failed", "hexagon", "⬢", "#d62728"),
-    "driver died": ("driver died", "cross", "✚", "#d62728"),
-    "resumed": ("resumed", "diamond", "◆", "#a05cc4"),
-    "hang": ("hang", "star", "★", "#d62728"),
-    "corruption": ("corruption", "pentagon", "⬟", "#d62728"),
-}
-"""Name, symbol, the symbol as a character, and color of each kind of mark."""
 _COMMIT_COLOR = "#7a8a2b"
 _START_UP_COLOR = "rgba(128,128,128,0.15)"
 _THROUGH_ALL_PANELS = {"layer": "below", "yref": "paper", "y0": 0, "y1": 1}
@@ -97,9 +84,7 @@ def _caption(histories: Sequence[History]) -> str:
     captions = ["Gray: start-up, until workers train."]
     if len(histories) > 1:
         kinds = {mark.kind for history in histories for mark in history.marks}
-        symbols = [
-            f"{character}\N{NO-BREAK SPACE}{name}" for kind, (name, _, character, _) in MARKS.items() if kind in kinds
-        ]
+        symbols = [f"{look.glyph}\N{NO-BREAK SPACE}{look.words}" for kind, look in LOOKS.items() if kind in kinds]
         symbols += ["|\N{NO-BREAK SPACE}commit"] if any(history.saves for history in histories) else []
         captions = [f"Symbols: {', '.join(symbols)}."] if symbols else []
         captions.append("Before its first workers, each run starts up.")
@@ -112,10 +97,10 @@ def _marks(histories: Sequence[History], index: int, size: float) -> list[dict[s
     """The changes of a run and its commits, as symbols on its world size."""
     history, is_alone = histories[index], len(histories) == 1
     rows = []
-    for kind, (name, symbol, _, color) in MARKS.items():
+    for kind, look in LOOKS.items():
         marks = [mark for mark in history.marks if mark.kind == kind]
         texts = [f"{mark.text} (step {mark.step or 0:,})" for mark in marks]
-        rows.append((name, symbol, color, [(mark.at, mark.world_size) for mark in marks], texts))
+        rows.append((look.words, look.symbol, look.color, [(mark.at, mark.world_size) for mark in marks], texts))
     saves = [save for save in history.saves if save.error is None]
     texts = [f"step {save.step:,} committed in {duration(save.seconds)}" for save in saves]
     rows.append(("commit", "line-ns-open", _COMMIT_COLOR, [(save.at, 0) for save in saves], texts))
@@ -144,7 +129,7 @@ def _lines(history: History, size: float) -> list[dict[str, Any]]:
             "type": "line",
             "x0": mark.at / size,
             "x1": mark.at / size,
-            "line": {"color": MARKS[mark.kind][3], "width": 1, "dash": "dot"},
+            "line": {"color": LOOKS[mark.kind].color, "width": 1, "dash": "dot"},
         }
         for mark in history.marks[:_MAX_SHAPES]
         if mark.kind not in ("joined", "left")

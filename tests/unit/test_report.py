@@ -15,16 +15,14 @@ from xml.etree import ElementTree
 
 import pytest
 
-from elastic_ddp.cli.timeline import MARKS as WATCH_MARKS
 from elastic_ddp.errors import ConfigError, StorageError
 from elastic_ddp.formatting import duration
 from elastic_ddp.report.figure import thin
 from elastic_ddp.report.headline import headline
 from elastic_ddp.report.history import History, Point, read_history, throughput, with_dead_driver
-from elastic_ddp.report.marks import Kind
+from elastic_ddp.report.marks import LOOKS, Kind
 from elastic_ddp.report.page import charts, render_page
 from elastic_ddp.report.picture import draw
-from elastic_ddp.report.timeline import MARKS
 from elastic_ddp.telemetry import Ledger
 from elastic_ddp.telemetry.event import Event
 from tests.unit.report_runs import Recorder, calm, eventful
@@ -118,8 +116,9 @@ def test_a_session_that_begins_anew_is_marked_at_step_0() -> None:
     )
 
 
-def test_each_kind_of_mark_has_a_symbol_in_the_report_and_in_watch() -> None:
-    assert set(MARKS) == set(WATCH_MARKS) == set(get_args(Kind))
+def test_each_kind_of_mark_has_a_symbol_of_its_own() -> None:
+    assert set(LOOKS) == set(get_args(Kind))
+    assert len({look.symbol for look in LOOKS.values()}) == len({look.glyph for look in LOOKS.values()}) == len(LOOKS)
 
 
 def test_the_time_between_sessions_is_left_out() -> None:
@@ -183,7 +182,7 @@ def test_the_timeline_marks_each_join_loss_drain_and_commit() -> None:
     kinds = [shape["type"] for shape in timeline.layout["shapes"]]
     assert kinds == ["line"] * 5 + ["rect"] * 2, "changes, and the start-up of each session"
     both = of([read_history(eventful()), read_history(calm())], "What happened").caption
-    for symbol in ("▲ worker joined", "✖ worker failed", "▼ worker drained", "■ stopped", "◆ resumed", "| commit"):
+    for symbol in ("▲ worker joined", "✕ worker failed", "▼ worker drained", "■ stopped", "◆ resumed", "| commit"):
         assert symbol.replace(" ", "\N{NO-BREAK SPACE}", 1) in both
 
 
