@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from elastic_ddp.cli.output import console
 from elastic_ddp.cli.runs import RunLedger
 from elastic_ddp.errors import ConfigError, StorageError
+
+if TYPE_CHECKING:
+    from elastic_ddp.report.history import History
 
 
 def report(
@@ -29,7 +32,6 @@ def report(
     cluster.
     """
     from elastic_ddp.report.history import read_history, with_dead_driver
-    from elastic_ddp.report.page import render_page
     from elastic_ddp.report.picture import draw
 
     if output.suffix not in (".html", ".svg"):
@@ -50,9 +52,20 @@ def report(
         history if names.count(history.label) == 1 else replace(history, label=run)
         for history, run in zip(histories, runs, strict=True)
     ]
-    text = draw(histories[0]) if output.suffix == ".svg" else render_page(histories)
+    text = draw(histories[0]) if output.suffix == ".svg" else _page(histories)
     try:
         output.write_text(text, encoding="utf-8", errors="replace")
     except OSError as error:
         raise StorageError(f"cannot write {output}: {error.strerror}. Check its folder and the free space.") from error
     console().print(f"written to {output}", soft_wrap=True)
+
+
+def _page(histories: list[History]) -> str:
+    try:
+        from elastic_ddp.report.page import render_page
+    except ImportError as error:
+        raise ConfigError(
+            "A report needs Plotly, which is not installed. Install it with: pip install 'elastic_ddp[report]'. "
+            "A picture (.svg) does not need it."
+        ) from error
+    return render_page(histories)

@@ -6,14 +6,13 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any
 
 from rich.filesize import decimal
 
 from elastic_ddp.formatting import duration, plural
 from elastic_ddp.report import figure
-from elastic_ddp.report.figure import Chart
-from elastic_ddp.report.history import History
+from elastic_ddp.report.figure import Chart, Panel, Trace
+from elastic_ddp.report.history import History, time_unit
 from elastic_ddp.telemetry.goodput import PARTS, stall_parts
 
 _STALL_PARTS = {
@@ -31,7 +30,6 @@ hand-over: until all workers have the state and training starts.
 checkpoint: training waited for a commit. waiting: too few workers.
 start-up: until the first generation of a session. shut-down: after the last one."""
 _MAX_STALLS = 30
-_LEGEND_PX = 60
 
 
 def where_the_time_went(histories: Sequence[History]) -> Chart | None:
@@ -40,30 +38,24 @@ def where_the_time_went(histories: Sequence[History]) -> Chart | None:
     parts = [part for part in PARTS if any(round(each[part], 1) for each in seconds)]
     if not parts or all(each["goodput"] is None for each in seconds):
         return None
-    data = []
+    traces = []
     for index, each in enumerate(seconds):
         total = each["total"] or 1.0
         shares = [100 * each[part] / total for part in parts]
         words = [f"{share:.1f} % · {duration(each[part])}" for share, part in zip(shares, parts, strict=True)]
-        data.append(
+        traces.append(
             {
-                "name": figure.escape(histories[index].label),
-                "showlegend": len(histories) > 1,
-                "type": "bar",
-                "orientation": "h",
+                **figure.of_run(histories, index, "%{y}: %{text}"),
                 "x": shares,
                 "y": [part.replace("_", "-") for part in parts],
                 "text": words,
                 "textposition": "outside",
-                "cliponaxis": False,
-                "hovertemplate": "%{y}: %{text}" + figure.hover_end(histories),
-                "marker": {"color": figure.color_of(index)},
             }
         )
-    layout = figure.bars(len(parts) * len(histories), "share of the time (%)")
-    layout["yaxis"] |= {"autorange": "reversed"}
-    layout["xaxis"] |= {"range": [0, 100], "domain": [0, 0.55], "tickvals": [0, 50, 100]}
-    return Chart(title="Goodput: where the time went", caption=_GOODPUT, data=data, layout=layout)
+    drawn = figure.bars(traces, len(parts) * len(histories), "share of the time (%)")
+    # The texts of long bars need the room beyond 100 %.
+    drawn.update_xaxes(range=[0, 180], tickvals=[0, 50, 100])
+    return Chart(title="Goodput: where the time went", caption=_GOODPUT, figure=drawn)
 
 
 def stalls(histories: Sequence[History]) -> list[Chart]:
@@ -88,31 +80,29 @@ def _stalls(history: History) -> Chart | None:
     shown = [found[index] for index in sorted(longest)]
     if not shown:
         return None
-    data = [
+    traces = [
         {
-            "type": "bar",
-            "orientation": "h",
             "name": name,
             "marker": {"color": color},
             "y": list(range(len(shown))),
             "x": [costs[part] for _, costs in shown],
-            "text": [figure.escape(f"{row['reason']}: {plural(row['world_size'], 'worker')} now") for row, _ in shown],
-            "textposition": "none",
-            "hovertemplate": f"%{{text}}<br>{name} %{{x:.2f}} s<extra></extra>",
+            "customdata": [
+                figure.escape(f"{row['reason']}: {plural(row['world_size'], 'worker')} now") for row, _ in shown
+            ],
+            "hovertemplate": f"%{{customdata}}<br>{name} %{{x:.2f}} s<extra></extra>",
         }
         for part, (name, color) in _STALL_PARTS.items()
     ]
-    layout = figure.bars(len(shown), "training stopped for (s)")
-    layout |= {"barmode": "stack", "showlegend": True}
-    layout["height"] += _LEGEND_PX
-    layout["xaxis"] |= {"nticks": 6, "tickangle": 0}
     ticks = [figure.escape(f"step {row['first_step']:,}, {_short(row['reason'])}") for row, _ in shown]
-    layout["yaxis"] |= {"autorange": "reversed", "tickvals": list(range(len(shown))), "ticktext": ticks}
+    drawn = figure.bars(traces, len(shown), "training stopped for (s)")
+    drawn.update_layout(barmode="stack")
+    drawn.update_xaxes(nticks=6, tickangle=0)
+    drawn.update_yaxes(tickvals=list(range(len(shown))), ticktext=ticks)
     median = statistics.median(sum(costs.values()) for _, costs in found)
     caption = f"{plural(len(found), 'change')} of the workers, median {duration(median)} until training continued."
     caption += "" if usual_s is None else f" A usual step takes {duration(usual_s)}."
     caption += f" The {_MAX_STALLS} longest are shown." if len(found) > len(shown) else ""
-    return Chart(title="Stalls", caption=caption, data=data, layout=layout)
+    return Chart(title="Stalls", caption=caption, figure=drawn)
 
 
 def _short(reason: str) -> str:
@@ -132,28 +122,24 @@ def _usual_step_s(history: History) -> float | None:
 
 def commits(histories: Sequence[History]) -> Chart | None:
     """How long each commit took to become durable."""
-    size, _ = figure.time_unit(histories)
-    data: list[dict[str, Any]] = []
+    size, _ = time_unit(histories)
+    traces: list[Trace] = []
     captions = []
     for index, history in enumerate(histories):
         done = [save for save in history.saves if save.error is None]
         failed = [save for save in history.saves if save.error is not None]
-        for saves, symbol in ((done, "circle"), (failed, "x")):
-            if saves:
-                color = figure.FAILED_COLOR if saves is failed else figure.color_of(index)
-                notes = [figure.escape(save.error or decimal(save.num_bytes or 0)) for save in saves]
-                data.append(
-                    {
-                        **figure.of_run(histories, index),
-                        "showlegend": saves is done and len(histories) > 1,
-                        "mode": "markers",
-                        "marker": {"symbol": symbol, "size": 9, "color": color},
-                        "x": [save.at / size for save in saves],
-                        "y": [save.seconds for save in saves],
-                        "text": [f"step {save.step:,}, {note}" for save, note in zip(saves, notes, strict=True)],
-                        "hovertemplate": "%{text}<br>%{y:.2f} s" + figure.hover_end(histories),
-                    }
-                )
+        for saves, symbol, color in ((done, "circle", figure.color_of(index)), (failed, "x", figure.FAILED_COLOR)):
+            notes = [figure.escape(save.error or decimal(save.num_bytes or 0)) for save in saves]
+            traces.append(
+                {
+                    **figure.of_run(histories, index, "%{text}<br>%{y:.2f} s"),
+                    "mode": "markers",
+                    "marker": {"symbol": symbol, "size": 9, "color": color},
+                    "x": [save.at / size for save in saves],
+                    "y": [save.seconds for save in saves],
+                    "text": [f"step {save.step:,}, {note}" for save, note in zip(saves, notes, strict=True)],
+                }
+            )
         if done:
             waited_s, total_s = history.summary["goodput"]["checkpoint"], history.summary["goodput"]["total"] or 1.0
             sizes = [save.num_bytes for save in done if save.num_bytes]
@@ -164,6 +150,5 @@ def commits(histories: Sequence[History]) -> Chart | None:
                 + f", each durable in {duration(statistics.median(save.seconds for save in done))} (median). "
                 + f"Training waited {duration(waited_s)} for them, {waited_s / total_s:.1%} of the time."
             )
-    layout = figure.time_panels(["seconds until durable"], histories)
-    layout["yaxis"] |= {"rangemode": "tozero"}
-    return Chart(title="Commits", caption="\n".join(captions), data=data, layout=layout) if data else None
+    drawn = figure.time_panels(histories, Panel("seconds until durable", traces, {"rangemode": "tozero"}))
+    return None if drawn is None else Chart(title="Commits", caption="\n".join(captions), figure=drawn)

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from operator import attrgetter, methodcaller
-from typing import Any
 
 from elastic_ddp.report import figure
-from elastic_ddp.report.figure import Chart
-from elastic_ddp.report.history import History, Point
+from elastic_ddp.report.figure import Chart, Panel, Trace
+from elastic_ddp.report.history import History, Point, thin, time_unit
 
 PHASE_COLORS = {
     "data": "#d55e00",
@@ -28,25 +27,23 @@ def metrics(histories: Sequence[History]) -> Chart | None:
         found += [name for point in (*history.evaluations, *history.points) for name in point.metrics]
     found = [name for name in dict.fromkeys(found) if any(len(_points_of(each, name)) > 1 for each in histories)]
     names, left_out = found[:_MAX_METRICS], len(found[_MAX_METRICS:])
-    data: list[dict[str, Any]] = []
-    for row, name in enumerate(names):
+    rows = []
+    for name in names:
+        traces = []
         for index, history in enumerate(histories):
-            points = figure.broken(figure.thin(_points_of(history, name), name))
-            data.append(
+            points = thin(_points_of(history, name), name)
+            traces.append(
                 {
-                    **figure.of_run(histories, index),
+                    **figure.of_run(histories, index, f"{figure.escape(name)} %{{y:.5g}} at %{{text}}"),
                     **figure.line(points, attrgetter("step"), methodcaller("value", name)),
                     "mode": "lines+markers" if len(points) < 60 else "lines",
-                    "showlegend": row == 0 and len(histories) > 1,
                     "marker": {"size": 5, "color": figure.color_of(index)},
-                    "yaxis": figure.y_axis(row),
-                    "hovertemplate": f"{figure.escape(name)} %{{y:.5g}} at step %{{x:,}}{figure.hover_end(histories)}",
                 }
             )
-    if not names:
-        return None
+        rows.append(Panel(name, traces))
+    drawn = figure.panels(rows, "step")
     caption = f"{left_out} more metrics are not shown." if left_out else ""
-    return Chart(title="Loss and metrics", caption=caption, data=data, layout=figure.panels(names, "step"))
+    return None if drawn is None else Chart(title="Loss and metrics", caption=caption, figure=drawn)
 
 
 def _points_of(history: History, name: str) -> list[Point]:
@@ -57,13 +54,12 @@ def _points_of(history: History, name: str) -> list[Point]:
 
 def phases(histories: Sequence[History]) -> Chart | None:
     """Where the time of a step goes, and how much longer the slowest rank works than the median."""
-    rows = [(f"{figure.prefix(histories, history)}ms per step", _areas(history, histories)) for history in histories]
+    areas = [Panel(f"{figure.prefix(histories, each)}ms per step", _areas(each, histories)) for each in histories]
     slowdowns = _measured(histories, "slowdown", 1.0, "%{y:.2f} × the median: rank %{text}")
     slowdowns = [{**trace, "showlegend": False} for trace in slowdowns]
-    titles, data = figure.stacked(*rows, ("work of the slowest rank, × the median", slowdowns))
-    if not titles:
+    drawn = figure.time_panels(histories, *areas, Panel("work of the slowest rank, × the median", slowdowns))
+    if drawn is None:
         return None
-    figure.show_once(data)
     verdicts = [
         f"{figure.prefix(histories, history)}The last steps are bound by {verdict['kind']}: {verdict['reason']} "
         f"{verdict['advice']}"
@@ -71,12 +67,12 @@ def phases(histories: Sequence[History]) -> Chart | None:
         if (verdict := history.summary["bottleneck"]) is not None
     ]
     caption = "\n".join(["Averages over ranks. Other ranks wait for the slowest in communication.", *verdicts])
-    return Chart(title="Phases of a step", caption=caption, data=data, layout=figure.time_panels(titles, histories))
+    return Chart(title="Phases of a step", caption=caption, figure=drawn)
 
 
-def _areas(history: History, histories: Sequence[History]) -> list[dict[str, Any]]:
+def _areas(history: History, histories: Sequence[History]) -> list[Trace]:
     """The phases of one run, stacked. Each session is an area of its own, so that there is a gap before the next."""
-    size, _ = figure.time_unit(histories)
+    size, _ = time_unit(histories)
     names = list(dict.fromkeys(name for each in history.measurements for name in each.phases))
     traces = []
     for session in dict.fromkeys(each.session for each in history.measurements):
@@ -105,29 +101,26 @@ def gpus(histories: Sequence[History]) -> Chart | None:
     """Memory of the fullest GPU, and the mean utilization."""
     memory = _measured(histories, "memory_bytes", 2.0**-30, "%{y:.2f} GiB")
     utilization = _measured(histories, "utilization", 100.0, "%{y:.0f} %")
-    titles, data = figure.stacked(("peak memory (GiB)", memory), ("utilization (%)", utilization))
-    if not titles:
-        return None
-    figure.show_once(data)
-    layout = figure.time_panels(titles, histories)
-    for row, title in enumerate(titles):
-        layout[figure.layout_axis(row)] |= {"range": [0, 100]} if "%" in title else {"rangemode": "tozero"}
+    drawn = figure.time_panels(
+        histories,
+        Panel("peak memory (GiB)", memory, {"rangemode": "tozero"}),
+        Panel("utilization (%)", utilization, {"range": [0, 100]}),
+    )
     caption = "Memory: of the rank with the most. Utilization: mean of the ranks."
-    return Chart(title="GPUs", caption=caption, data=data, layout=layout)
+    return None if drawn is None else Chart(title="GPUs", caption=caption, figure=drawn)
 
 
-def _measured(histories: Sequence[History], name: str, factor: float, hover: str) -> list[dict[str, Any]]:
+def _measured(histories: Sequence[History], name: str, factor: float, hover: str) -> list[Trace]:
     """One line over time for each run that has measured this value."""
-    size, _ = figure.time_unit(histories)
+    size, _ = time_unit(histories)
     traces = []
     for index, history in enumerate(histories):
-        known = figure.broken([each for each in history.measurements if getattr(each, name) is not None])
-        traces.append(
-            {
-                **figure.of_run(histories, index),
-                **figure.line(known, lambda each: each.at / size, lambda each: factor * getattr(each, name)),
-                "text": ["" if each is None else f"{each.slowest_rank} at step {each.step:,}" for each in known],
-                "hovertemplate": hover + figure.hover_end(histories),
-            }
+        known = [each for each in history.measurements if getattr(each, name) is not None]
+        line = figure.line(
+            known,
+            x=lambda each: each.at / size,
+            y=lambda each: factor * getattr(each, name),
+            text=lambda each: f"{each.slowest_rank} at step {each.step:,}",
         )
+        traces.append({**figure.of_run(histories, index, hover), **line})
     return traces

@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -27,6 +27,10 @@ from elastic_ddp.telemetry.sessions import read_sessions
 from elastic_ddp.telemetry.summary import summarize
 
 _MAX_MEASUREMENTS = 500
+_MAX_POINTS = 2000
+"""Points of a line; more are thinned out."""
+_UNITS = ((3 * 86_400, 86_400, "d"), (3 * 3_600, 3_600, "h"), (300, 60, "min"), (0, 1, "s"))
+"""From how many seconds on, the seconds in a unit, and its name."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +76,9 @@ class Measurement:
     """Of the rank with the most."""
     utilization: float | None = None
     """Mean of the ranks, from 0 to 1."""
+
+
+P = TypeVar("P", Point, Measurement)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,6 +169,37 @@ def throughput(points: Sequence[Point], length_s: float, count: int) -> list[flo
     edges = np.linspace(0.0, length_s, count + 1)
     samples, seconds = (np.diff(np.interp(edges, at, counted)).tolist() for counted in (done, measured_s))
     return [used / spent_s if spent_s > 1e-6 else math.nan for used, spent_s in zip(samples, seconds, strict=True)]
+
+
+def thin(points: list[Point], name: str) -> list[Point]:
+    """Returns the points of the smallest and of the largest value in each of equally many neighbors."""
+    width = -(-2 * len(points) // _MAX_POINTS)
+    if width <= 2:
+        return points
+    kept = []
+    for begin in range(0, len(points), width):
+        part = range(begin, min(begin + width, len(points)))
+        ends = sorted(part, key=lambda index: points[index].value(name) or 0.0)
+        kept += [points[index] for index in sorted({ends[0], ends[-1]})]
+    return kept
+
+
+def broken(points: Iterable[P]) -> list[P | None]:
+    """Returns the points, with None where a session follows another."""
+    result: list[P | None] = []
+    session: int | None = None
+    for point in points:
+        if session not in (None, point.session):
+            result.append(None)
+        session = point.session
+        result.append(point)
+    return result
+
+
+def time_unit(histories: Sequence[History]) -> tuple[float, str]:
+    """The seconds in the unit of the time axis, and its name: the same for all runs."""
+    longest_s = max((history.seconds for history in histories), default=0.0)
+    return next((size, unit) for at_least, size, unit in _UNITS if longest_s >= at_least)
 
 
 def finite(value: Any) -> float | None:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import base64
 import hashlib
 import html
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from importlib.resources import files
 from typing import Any
 
+from plotly.offline import get_plotlyjs
+
 from elastic_ddp.config.settings import flatten
-from elastic_ddp.errors import ConfigError, printable
+from elastic_ddp.errors import printable
 from elastic_ddp.formatting import duration, format_time, plural
 from elastic_ddp.report.costs import commits, stalls, where_the_time_went
 from elastic_ddp.report.curves import gpus, metrics, phases
@@ -28,14 +29,11 @@ _STATUS = {"unfinished": "running or unfinished", "dead": "driver died"}
 
 
 def render_page(histories: Sequence[History]) -> str:
-    """Returns the HTML of a report on one or several runs.
-
-    Raises:
-        ConfigError: Plotly is not installed.
-    """
+    """Returns the HTML of a report on one or several runs."""
     figures = charts(histories)
-    drawn = [{"data": chart.data, "layout": chart.layout} for chart in figures]
-    scripts = [_plotly(), f"const CHARTS = {_script_json(drawn)};", _asset("page.js")]
+    # Plotly's JSON has no "<", so no tag and no comment can begin in it.
+    drawn = ",".join(chart.figure.to_json() for chart in figures)
+    scripts = [get_plotlyjs().replace("</script", "<\\/script"), f"const CHARTS = [{drawn}];", _asset("page.js")]
     hashes = " ".join(f"'sha256-{_sha256(script)}'" for script in scripts)
     # The browser runs these scripts only, and loads nothing: text of a ledger cannot do either.
     policy = f"default-src 'none'; style-src 'unsafe-inline'; img-src data: blob:; script-src {hashes}"
@@ -71,25 +69,8 @@ def charts(histories: Sequence[History]) -> list[Chart]:
     return [chart for chart in made if chart is not None]
 
 
-def _plotly() -> str:
-    """Plotly's JavaScript."""
-    try:
-        from plotly.offline import get_plotlyjs
-    except ImportError as error:
-        raise ConfigError(
-            "A report needs Plotly, which is not installed. Install it with: pip install 'elastic_ddp[report]'. "
-            "A picture (.svg) does not need it."
-        ) from error
-    return str(get_plotlyjs()).replace("</script", "<\\/script")
-
-
 def _asset(name: str) -> str:
     return files("elastic_ddp.report").joinpath(name).read_text()
-
-
-def _script_json(value: Any) -> str:
-    """JSON that can stand in a script: no tag and no comment can begin in it."""
-    return json.dumps(value, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c").replace(">", "\\u003e")
 
 
 def _sha256(script: str) -> str:
@@ -151,11 +132,8 @@ def _number(value: Any) -> str:
 
 def _section(number: int, chart: Chart) -> str:
     caption = f"<p>{_text(chart.caption)}</p>" if chart.caption else ""
-    height = chart.layout["height"]
-    return (
-        f"<section><h2>{_text(chart.title)}</h2>{caption}"
-        f'<div class="chart" id="chart-{number}" style="height:{height}px"></div></section>'
-    )
+    place = f'<div class="chart" id="chart-{number}" style="height:{chart.figure.layout.height}px"></div>'
+    return f"<section><h2>{_text(chart.title)}</h2>{caption}{place}</section>"
 
 
 def _scaling(histories: Sequence[History]) -> str:

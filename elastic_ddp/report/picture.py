@@ -8,9 +8,8 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 from elastic_ddp.errors import printable
-from elastic_ddp.report.figure import broken, thin, time_unit
 from elastic_ddp.report.headline import headline
-from elastic_ddp.report.history import History
+from elastic_ddp.report.history import History, broken, thin, time_unit
 from elastic_ddp.report.marks import LOOKS
 
 _WIDTH, _LEFT, _RIGHT = 800, 56, 12

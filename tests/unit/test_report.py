@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 import sys
@@ -17,9 +16,8 @@ import pytest
 
 from elastic_ddp.errors import ConfigError, StorageError
 from elastic_ddp.formatting import duration
-from elastic_ddp.report.figure import thin
 from elastic_ddp.report.headline import headline
-from elastic_ddp.report.history import History, Point, read_history, throughput, with_dead_driver
+from elastic_ddp.report.history import History, Point, read_history, thin, throughput, with_dead_driver
 from elastic_ddp.report.marks import LOOKS, Kind
 from elastic_ddp.report.page import charts, render_page
 from elastic_ddp.report.picture import draw
@@ -29,11 +27,6 @@ from tests.unit.report_runs import Recorder, calm, eventful
 from tests.unit.test_cli import invoke
 
 EVIL = "<script>alert(1)</script><img src=x onerror=alert(2)>\x1b[0m"
-
-
-@pytest.fixture
-def plotly() -> None:
-    pytest.importorskip("plotly", reason="Plotly is not installed; the extra `report` has it")
 
 
 def of(histories: Sequence[History], title: str) -> Any:
@@ -95,7 +88,7 @@ def test_a_session_ends_at_its_mark_and_the_next_one_resumes_where_training_star
     assert [(mark.kind, mark.at, mark.world_size) for mark in cut.marks] == [("driver died", cut.seconds, 2)]
 
 
-def test_the_page_shows_its_symbols_with_their_names(plotly: None) -> None:
+def test_the_page_shows_its_symbols_with_their_names() -> None:
     page = render_page([read_history(eventful()), read_history(calm())])
     before, _, _ = page.partition("<script>")
     assert "▲\N{NO-BREAK SPACE}worker joined" in before and "\N{REPLACEMENT CHARACTER}" not in before
@@ -170,16 +163,16 @@ def test_charts_show_what_the_ledger_has() -> None:
     assert {chart.title for chart in charts([read_history(old)])} == {*titles} - {"Phases of a step", "GPUs"}
     assert charts([read_history([])]) == []
     begun = charts([read_history(calm()[:4])])
-    assert all(trace["x"] for chart in begun for trace in chart.data) and begun[0].title == "What happened"
+    assert all(trace["x"] for chart in begun for trace in chart.figure.data) and begun[0].title == "What happened"
 
 
 def test_the_timeline_marks_each_join_loss_drain_and_commit() -> None:
     timeline = of([read_history(eventful())], "What happened")
-    symbols = {trace["name"]: len(trace["x"]) for trace in timeline.data if trace["mode"] == "markers"}
+    symbols = {trace["name"]: len(trace["x"]) for trace in timeline.figure.data if trace.mode == "markers"}
     assert symbols == {
         "worker joined": 2, "worker failed": 2, "worker drained": 1, "stopped": 1, "resumed": 1, "commit": 12
     }  # fmt: skip
-    kinds = [shape["type"] for shape in timeline.layout["shapes"]]
+    kinds = [shape["type"] for shape in timeline.figure.layout["shapes"]]
     assert kinds == ["line"] * 5 + ["rect"] * 2, "changes, and the start-up of each session"
     both = of([read_history(eventful()), read_history(calm())], "What happened").caption
     for symbol in ("▲ worker joined", "✕ worker failed", "▼ worker drained", "■ stopped", "◆ resumed", "| commit"):
@@ -188,7 +181,7 @@ def test_the_timeline_marks_each_join_loss_drain_and_commit() -> None:
 
 def test_phases_stack_up_to_a_step_and_name_the_slowest_rank() -> None:
     phases = of([read_history(eventful())], "Phases of a step")
-    areas = [trace for trace in phases.data if "stackgroup" in trace]
+    areas = [trace for trace in phases.figure.data if trace.stackgroup]
     stacked = [trace for trace in areas if trace["stackgroup"] == areas[0]["stackgroup"]]
     assert len(areas) == 2 * len(stacked), "each session has its own, with a gap between them"
     assert [trace["name"] for trace in areas if trace["showlegend"]] == [trace["name"] for trace in stacked]
@@ -201,7 +194,7 @@ def test_phases_stack_up_to_a_step_and_name_the_slowest_rank() -> None:
         "other",
     ]
     assert sum(trace["y"][0] for trace in stacked) == pytest.approx(200.0), "ms per step on three workers"
-    (slowest,) = (trace for trace in phases.data if "stackgroup" not in trace)
+    (slowest,) = (trace for trace in phases.figure.data if not trace.stackgroup)
     assert "bound by compute: forward, backward and optimizer take 80 %" in phases.caption
     assert slowest["y"][0] == pytest.approx(1.3) and slowest["text"][0] == "2 at step 20"
 
@@ -230,32 +223,30 @@ def test_a_rank_with_more_micro_batches_is_not_slow() -> None:
 
 def test_goodput_stalls_and_commits_have_their_cost() -> None:
     history = read_history(eventful())
-    (parts,) = of([history], "Goodput: where the time went").data
+    (parts,) = of([history], "Goodput: where the time went").figure.data
     assert parts["y"][0] == "useful" and parts["text"][0] == "87.1 % · 1 min 52 s"
     stalls = of([history], "Stalls")
-    assert stalls.layout["yaxis"]["ticktext"][0] == "step 120, failed"
-    parts = {trace["name"]: trace["x"][0] for trace in stalls.data}
+    assert stalls.figure.layout["yaxis"]["ticktext"][0] == "step 120, failed"
+    parts = {trace["name"]: trace["x"][0] for trace in stalls.figure.data}
     assert parts["detection"] == pytest.approx(0.2)
     assert parts["first step, beyond a usual one"] == pytest.approx(0.8), "it takes 1 s, and a usual one 0.2 s"
     assert "median 1.1 s until training continued. A usual step takes 0.2 s." in stalls.caption
     assert of([history], "Commits").caption.startswith("12 commits of 3.1 MB, each durable in 0.13 s (median).")
 
 
-def test_a_metric_with_one_value_is_in_the_table_only(plotly: None) -> None:
+def test_a_metric_with_one_value_is_in_the_table_only() -> None:
     run = Recorder("lm")
     run.start()
     run.form("ab", "start")
     run.train(36)
     run.record("evaluation", step=36, name="test_loss", loss=2.125)
     history = read_history(run.events)
-    metrics = {note["text"] for note in of([history], "Loss and metrics").layout["annotations"]}
+    metrics = {note["text"] for note in of([history], "Loss and metrics").figure.layout["annotations"]}
     assert metrics == {"loss", "grad_norm"}
     assert "<td>test_loss</td><td>2.125</td>" in render_page([history])
 
 
-def test_the_page_says_when_and_where_each_run_trained_and_how_it_ended(
-    plotly: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_page_says_when_and_where_each_run_trained_and_how_it_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TZ", "UTC")
     time.tzset()
     histories = [read_history(eventful()), read_history(calm())]
@@ -269,14 +260,14 @@ def test_the_page_says_when_and_where_each_run_trained_and_how_it_ended(
 
 def test_values_that_are_not_numbers_leave_a_gap() -> None:
     events = [replace(event, loss="NaN") if event.event == "steps" else event for event in calm()]  # type: ignore[call-arg]
-    page = json.dumps([chart.data for chart in charts([read_history(events)])], allow_nan=False)
-    assert "NaN" not in page
+    for chart in charts([read_history(events)]):
+        assert "NaN" not in chart.figure.to_json()
 
 
-def test_several_runs_have_a_color_each_and_their_differences_are_listed(plotly: None) -> None:
+def test_several_runs_have_a_color_each_and_their_differences_are_listed() -> None:
     histories = [read_history(eventful()), read_history(calm(loss=5.0, max_workers=2))]
     timeline = of(histories, "What happened")
-    colors = {trace["name"]: trace["line"]["color"] for trace in timeline.data if trace["mode"] == "lines"}
+    colors = {trace.name: trace.marker.color for trace in timeline.figure.data if trace.mode != "markers"}
     assert set(colors) == {"lm", "calm"} and len(set(colors.values())) == 2
     page = render_page(histories)
     before, _, same = page.partition("<details>")
@@ -300,31 +291,23 @@ def evil_run() -> list[Event]:
     return run.events
 
 
-def test_no_text_of_a_ledger_becomes_html(plotly: None) -> None:
+def test_no_text_of_a_ledger_becomes_html() -> None:
     one, other = read_history(evil_run()), read_history(evil_run())
     for histories in ([one], [one, replace(other, label=f"{EVIL} again")]):
         page = render_page(histories)
         assert not re.search(r"<script>alert|<img src=x|\x1b", page)
         assert "&lt;script&gt;alert(1)" in page
         for chart in charts(histories):
-            assert not re.search(r"<script|<img|\x1b", json.dumps([chart.data, chart.layout]))
+            assert not re.search(r"<script|<img|\\x1b", str(chart.figure.to_dict()))
         assert page.count("<script>") == 3
 
 
-def test_the_page_may_run_its_own_scripts_only_and_load_nothing(plotly: None) -> None:
+def test_the_page_may_run_its_own_scripts_only_and_load_nothing() -> None:
     page = render_page([read_history(eventful())])
     (policy,) = re.findall(r'Content-Security-Policy" content="([^"]+)"', page)
     assert "default-src" in policy and policy.count("sha256-") == page.count("<script>") == 3
     assert "unsafe-inline" not in policy.partition("script-src")[2]
     assert not re.search(r'(src|href)="', page.partition("<script>")[0])
-
-
-def test_the_charts_are_valid_for_plotly(plotly: None) -> None:
-    from plotly.graph_objects import Figure
-
-    for histories in ([read_history(eventful())], [read_history(eventful()), read_history(calm())]):
-        for chart in charts(histories):
-            Figure(data=chart.data, layout=chart.layout)  # raises for a property that does not exist
 
 
 def test_the_picture_shows_workers_loss_and_what_happened() -> None:
@@ -353,7 +336,7 @@ def write_run(folder: Path, events: list[Event]) -> str:
     return str(folder)
 
 
-def test_the_command_writes_a_page_or_a_picture(plotly: None, tmp_path: Path) -> None:
+def test_the_command_writes_a_page_or_a_picture(tmp_path: Path) -> None:
     runs = [write_run(tmp_path / name, eventful()) for name in ("a", "b")]
     page, picture = tmp_path / "report.html", tmp_path / "run.svg"
     assert f"written to {page}" in invoke("report", *runs, "-o", str(page)).output
@@ -373,7 +356,9 @@ def test_the_command_refuses_what_it_cannot_write(tmp_path: Path, monkeypatch: p
         invoke("report", str(tmp_path / "nothing"))
     with pytest.raises(StorageError, match=r"cannot write .*/no/run\.svg: No such file"):
         invoke("report", run, "-o", str(tmp_path / "no" / "run.svg"))
-    monkeypatch.setitem(sys.modules, "plotly.offline", None)
+    for module in ("page", "costs", "curves", "figure", "timeline"):
+        monkeypatch.delitem(sys.modules, f"elastic_ddp.report.{module}")
+    monkeypatch.setitem(sys.modules, "plotly.graph_objects", None)
     with pytest.raises(ConfigError, match=re.escape("pip install 'elastic_ddp[report]'")):
         invoke("report", run, "-o", str(tmp_path / "report.html"))
 
