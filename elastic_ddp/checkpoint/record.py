@@ -38,7 +38,7 @@ class Facts(BaseModel):
     metrics: dict[str, Measurement] = {}
     """The newest value of each metric."""
     losses: Count = 0
-    """Worker failures in the whole run. The format keeps this name for compatibility."""
+    """Worker failures in the whole run."""
     watched_s: Seconds = 0.0
     """The time over which failures were counted."""
 

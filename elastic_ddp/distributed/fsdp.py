@@ -206,9 +206,8 @@ class FSDPStrategy(Strategy):
         for number, optimizer in enumerate(optimizers):
             prefix, groups = f"optimizer.{number}", optimizer.param_groups
             for index, parameter in enumerate(parameter for group in groups for parameter in group["params"]):
-                # Commits of version 0.1.0, and optimizers with a format of their own, number the parameters.
-                tensors[f"{prefix}.state.{index}"] = tensors[f"{prefix}.numbered.state.{index}"] = parameter
                 tensors[f"{prefix}.state.{names[parameter]}"] = parameter
+                tensors[f"{prefix}.numbered.state.{index}"] = parameter  # in a format other than torch's
         sharded = {name: value for name, value in tensors.items() if isinstance(value, DTensor)}
 
         def sharded_like(name: str) -> torch.Tensor | None:

@@ -89,8 +89,6 @@ def describe_event(event: Event, session: int | None = None) -> str | None:
 
 def _describe_hyperparameters(event: events.HyperparametersDiffer) -> str:
     used = "the values in the code are used from here on"
-    if not event.uses_code:
-        used = "the saved values are used, because a commit of version 0.1.0 does not have those of the code"
     lines = [f"  {each['name']}: {_short(each['saved'])} -> {_short(each['now'])}" for each in event.changes]
     return "\n".join([f"[step {event.step}] hyperparameters differ between the commit and the code; {used}:", *lines])
 

@@ -19,15 +19,6 @@ STEP_REPEATS = "a step is repeated"
 """Reasons for which a generation ends."""
 EXITED = "its process exited"
 """How a worker failed whose process has ended; its Python stacks may follow."""
-_FORMER_REASONS = {
-    "worker lost": WORKER_FAILED,
-    "a worker was lost": PEER_FAILED,
-    "workers were to join or leave": MEMBERSHIP_CHANGED,
-    "those who go handed the state on": STATE_TRANSFERRED,
-    "the loop ended with a step that was lost, and begins again": STEP_REPEATS,
-    "the loop ended with a step that repeats": STEP_REPEATS,
-}
-"""Reasons in ledgers of version 0.1.0, and what they are called now."""
 
 Account = Mapping[str, float]
 """Seconds of a generation by phase (see `account.Phase`), as one worker measured them since it began."""
@@ -54,7 +45,7 @@ class Event:
 
     @property
     def moment(self) -> float:
-        """When it happened. In ledgers of version 0.1.0 it is by a worker's clock, which may be ahead."""
+        """When it happened: at the latest when the driver appended it, also if the clock was set back meanwhile."""
         return self.time if self.at is None else min(self.at, self.time)
 
     def __init_subclass__(cls, event: str | None = None) -> None:
@@ -112,8 +103,6 @@ def parse(entry: Mapping[str, Any]) -> Event:
     does not have are dropped.
     """
     values = {name: value for name, value in entry.items() if name != "event"}
-    if isinstance(reason := values.get("reason"), str):
-        values["reason"] = _FORMER_REASONS.get(reason, reason)
     with suppress(KeyError, TypeError):
         kind = EVENTS[entry["event"]]
         return kind(

@@ -261,14 +261,12 @@ class Resumed(Event, event="resumed"):
 
 
 class HyperparametersDiffer(Event, event="hyperparameters_differ"):
-    """A run has resumed, and hyperparameters in its code differ from those in its commit. Rank 0 reports it."""
+    """A run has resumed, and hyperparameters in its code replace those in its commit. Rank 0 reports it."""
 
     step: int
     """Steps done in the restored state."""
     changes: list[dict[str, Any]]
     """For each its `name`, such as `AdamW.weight_decay`, the value `saved` in the commit, and the value `now`."""
-    uses_code: bool
-    """Whether the values in the code are used from here on. If not, the saved ones are: the commit is of 0.1.0."""
 
 
 class WeightsLoaded(Event, event="weights_loaded"):

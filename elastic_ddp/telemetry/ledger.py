@@ -19,8 +19,7 @@ from elastic_ddp.telemetry.events import SessionEnded
 
 _log = logging.getLogger(__name__)
 _SEGMENT_BYTES = 64 * 1024
-_SEGMENT = re.compile(r"ledger/(?P<session>[^/]+)-[0-9]{6}\.jsonl")
-_NUMBERED = re.compile(r"s([0-9]{6,})-.+")
+_SEGMENT = re.compile(r"ledger/(?P<session>s[0-9]+[^/]*)-[0-9]{6}\.jsonl")
 
 
 def new_session(number: int, clock: Callable[[], float] = time.time) -> str:
@@ -32,9 +31,8 @@ def new_session(number: int, clock: Callable[[], float] = time.time) -> str:
 
 
 def _number_of(session: str) -> int:
-    """Returns the number of a session; 0 for those of version 0.1.0, whose names begin with their time."""
-    match = _NUMBERED.fullmatch(session)
-    return int(match[1]) if match else 0
+    """Returns the number in a name that `new_session` returned."""
+    return int(session[1:].partition("-")[0])
 
 
 class Ledger:
@@ -115,8 +113,6 @@ def newest_number(storage: Storage) -> int:
 def read_ledger(storage: Storage) -> list[Event]:
     """Returns the events of all sessions, in the order of the sessions' numbers and then of `Event.seq`.
 
-    Sessions of version 0.1.0, which have no number, come first, in the order of their start.
-
     A line that is not valid JSON is skipped, with a warning unless it is the last of its segment, which may be torn.
     """
     return LedgerReader(storage).read()
@@ -132,9 +128,8 @@ class LedgerReader:
         self._storage = storage
         self._complete: set[str] = set()
         """Keys of segments that were read and will not change: there was a later one, or their session had ended."""
-        self._order: dict[str, tuple[int, float, str]] = {}
         self._num_read: dict[str, int] = {}
-        """What sessions are sorted by, and the number of the next event of each."""
+        """The number of the next event of each session."""
 
     def read(self) -> list[Event]:
         """Returns the new events, in the order of `read_ledger`. Raises StorageError if the storage fails."""
@@ -153,9 +148,7 @@ class LedgerReader:
             if events:
                 events.sort(key=lambda event: event.seq)  # not by time: the clock may be set back
                 added[session], self._num_read[session] = events, events[-1].seq + 1
-                number = _number_of(session)
-                self._order.setdefault(session, (number, 0.0 if number else events[0].time, session))
-        return [event for session in sorted(added, key=self._order.__getitem__) for event in added[session]]
+        return [event for session in sorted(added, key=_number_of) for event in added[session]]
 
 
 def _parse(key: str, data: bytes) -> list[Event]:

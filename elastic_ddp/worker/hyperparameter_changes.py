@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -88,17 +87,6 @@ def lambda_factors(
         except Exception:  # the next step raises it
             factors = None
         yield place, (scheduler, factors)
-
-
-def of_arguments(name: str, scheduler: LRScheduler, now: Mapping[str, Any]) -> Iterator[Change]:
-    """Yields the differences of a scheduler's state that its constructor takes."""
-    arguments = inspect.signature(type(scheduler)).parameters.keys() - {"last_epoch", "schedulers"}
-    for key, saved in copy_of(scheduler.state_dict()).items():
-        if key.lstrip("_") in arguments and key in now:
-            yield from differences(f"{name}.{key}", saved, now[key])
-    schedulers, states = torch_internals.inner_schedulers(scheduler), torch_internals.inner_scheduler_states(now)
-    for number, (inner, state) in enumerate(zip(schedulers, states, strict=True)):
-        yield from of_arguments(f"{name}._schedulers[{number}]", inner, state)
 
 
 def differing_keys(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:

@@ -29,7 +29,6 @@ from elastic_ddp.worker.hyperparameter_changes import (
     is_same,
     lambda_factors,
     name_of,
-    of_arguments,
     of_functions,
     of_groups,
 )
@@ -149,26 +148,6 @@ def adopt(
             # What another class or other functions did cannot be computed any more.
             restored = rates if has_plateau and not has_new_form else []
             _replay(optimizer, replayed, then, now, before, after, restored, tick)
-    return changes
-
-
-def kept(optimizers: Sequence[torch.optim.Optimizer], schedules: Mapping[str, Schedule], now: Prepared) -> list[Change]:
-    """Returns the differences between restored hyperparameters and the code, for a commit that has no record of them.
-
-    Settings that training changes, such as a scheduled learning rate, are left out.
-    """
-    changes: list[Change] = []
-    for optimizer, after in zip(optimizers, now.optimizer, strict=True):
-        is_scheduled = any(schedule.scheduler.optimizer is optimizer for schedule in schedules.values())
-        before = _settings(optimizer)
-        differing = [
-            [key for key in differing_keys(saved, own) if not (is_scheduled and key in _SCHEDULED)]
-            for saved, own in zip(before, after, strict=True)
-        ]
-        changes += of_groups(name_of(optimizer, optimizers), before, after, differing)
-    for key, schedule in schedules.items():
-        name = name_of(schedule.scheduler, [other.scheduler for other in schedules.values()])
-        changes += of_arguments(name, schedule.scheduler, now.scheduler[key])
     return changes
 
 

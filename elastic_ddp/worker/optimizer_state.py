@@ -52,10 +52,9 @@ def named_state(optimizer: torch.optim.Optimizer, names: GroupNames) -> dict[str
     }
 
 
-def saved_names(saved: Mapping[str, Any]) -> GroupNames | None:
-    """Returns the names in a state that `named_state` returned, or None if it has only numbers, as version 0.1.0."""
-    names = saved.get("names") or [group["params"] for group in saved.get("param_groups", [])]
-    return names if names and all(isinstance(name, str) for group in names for name in group) else None
+def saved_names(saved: Mapping[str, Any]) -> GroupNames:
+    """Returns the names in a state that `named_state` returned."""
+    return saved["names"] if "numbered" in saved else [group["params"] for group in saved["param_groups"]]
 
 
 def match_groups(kind: str, names: GroupNames, saved: GroupNames) -> list[int]:
@@ -89,9 +88,6 @@ def load_named_state(optimizer: torch.optim.Optimizer, names: GroupNames, saved:
     Raises ValueError if the saved param_groups hold other parameters, or a format other than torch's needs the order.
     """
     of_saved, kind = saved_names(saved), type(optimizer).__name__
-    if of_saved is None:
-        _load(optimizer, saved)
-        return
     matched = match_groups(kind, names, of_saved)
     if "numbered" in saved:
         if of_saved != names:

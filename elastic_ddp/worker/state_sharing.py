@@ -81,10 +81,10 @@ def _resume(inputs: GenerationInputs, group: ProcessGroup, make_layout: Callable
     state = inputs.state
     if (restored := inputs.restore(group, make_layout)) is None:
         return False
-    changes, uses_code = state.resume(restored, inputs.activity.tick)
+    changes = state.resume(restored, inputs.activity.tick)
     if changes and group.rank == 0:
         listed = [change.to_json() for change in changes]
-        inputs.record(HyperparametersDiffer(step=state.position.step, changes=listed, uses_code=uses_code))
+        inputs.record(HyperparametersDiffer(step=state.position.step, changes=listed))
     return True
 
 

@@ -13,7 +13,7 @@ from pydantic.dataclasses import dataclass as validated
 
 from elastic_ddp.distributed.prepared_model import PreparedModel
 from elastic_ddp.distributed.step_agreement import EMPTY_SAMPLES_DIGEST, extend_samples_digest
-from elastic_ddp.errors import CheckpointError, ConfigError, shorten
+from elastic_ddp.errors import CheckpointError, ConfigError
 from elastic_ddp.tensors.state_tree import Layout, flatten, gather_full, local_part, weights_sha256
 from elastic_ddp.worker import hyperparameters
 from elastic_ddp.worker.held_shards import HeldShards
@@ -367,39 +367,34 @@ class TrainState:
         assert self.held is not None
         self.held = replace(self.held, step=shared.step, skeleton=shared.skeleton, plain=shared.plain)
 
-    def resume(self, state: dict[str, Any], tick: Callable[[], object] = lambda: None) -> tuple[list[Change], bool]:
+    def resume(self, state: dict[str, Any], tick: Callable[[], object] = lambda: None) -> list[Change]:
         """Loads the state of a commit. Hyperparameters that the code has changed since keep the value in the code.
 
-        `tick` is called now and then if schedulers are stepped to the run's position.
+        Call `record_prepared` first. `tick` is called now and then if schedulers are stepped to the run's position.
 
         Returns:
-            The hyperparameters that differ between the commit and the code, and whether those of the code are used. A
-            commit of version 0.1.0 does not tell what the code said; its values are used.
+            The hyperparameters that differ between the commit and the code.
 
         Raises:
             CheckpointError: as `load_state_dict`.
             ConfigError: a scheduler cannot be stepped to the run's position.
         """
         now, then = self.prepared, _prepared(state.get(PREPARED))
-        if now is not None and then is not None:
-            state = _without_replaced(state, then, now)
+        assert now is not None
+        state = _without_replaced(state, then, now)
         try:
             factors = hyperparameters.factors_of(self._schedules(), state["scheduler"])
         except _MALFORMED:
             factors = {}  # the load raises the error
         self.load_state_dict(state)
         self.prepared = now
-        if now is None:
-            return [], True
-        if then is None:
-            return hyperparameters.kept(self.optimizers, self._schedules(), now), False
         try:
             orders = zip(then.optimizer, self._group_orders(state["optimizer"]), strict=True)
             then = replace(then, optimizer=[[groups[number] for number in order] for groups, order in orders])
             records: dict[str, Any] = {"then": then, "now": now, "factors": factors}
             changes = hyperparameters.adopt(self.optimizers, self._schedules(), **records, tick=tick)
             self._count_scheduler_steps()
-            return changes, True
+            return changes
         except ConfigError:
             raise
         except _MALFORMED as error:
@@ -414,7 +409,7 @@ class TrainState:
         }
         if missing := {"model", "buffers", "position", *expected} - state.keys():
             raise CheckpointError(f"the commit holds no {', '.join(sorted(missing))}: it is not a commit of a run.")
-        prepared = _prepared(state.get(PREPARED))
+        prepared = _prepared(state[PREPARED]) if PREPARED in state else None
         try:
             position = Position(**{**dict.fromkeys(asdict(self.position)), **state["position"]})  # none is missing
         except (TypeError, ValueError) as error:
@@ -437,18 +432,13 @@ class TrainState:
                 check_saved_scheduler(scheduler, state["scheduler"][str(index)])
             model, saved_others = self.module.state_dict(), {**state.get(PARAMETERS, {}), **state[BUFFERS]}
             components = left_out(self.module, model)
+            # With FSDP, a commit has parameters that the model's `state_dict()` copies in `model` alone.
             others = {
                 name: tensor
                 for tensors in components.values()
                 for name, tensor in tensors.items()
-                if name in saved_others or name not in state["model"]  # version 0.1.0 saved those in the model alone
+                if name in saved_others or name not in state["model"]
             }
-            lacking = sorted(components[PARAMETERS].keys() & others.keys() - saved_others.keys())
-            if lacking and PARAMETERS not in state:
-                raise ValueError(
-                    f"version 0.1.0 did not save {shorten(lacking, 5)}, which state_dict() of the model leaves out. "
-                    "Begin another run from these weights, with run.load_weights"
-                )
             check_saved_model(model, state["model"], others, saved_others)
             loss_scale = None if self.loss_scale is None else LossScale(**state["loss_scale"])
             update_scales = {key: LossScale(**scale) for key, scale in state.get("update_scales", {}).items()}
@@ -479,7 +469,7 @@ class TrainState:
         for index, optimizer in enumerate(self.optimizers):
             names, kind = group_names(optimizer, self.module), type(optimizer).__name__
             before = saved_names(saved[str(index)])
-            orders.append([*range(len(names))] if before is None else match_groups(kind, names, before))
+            orders.append(match_groups(kind, names, before))
             schedulers = [
                 each.scheduler for each in self._schedules().values() if each.scheduler.optimizer is optimizer
             ]
@@ -505,10 +495,8 @@ class TrainState:
         return weights_sha256((name, gather_full(tensor)) for name, tensor in tensors)
 
 
-def _prepared(saved: Any) -> Prepared | None:
-    """Returns the hyperparameters in a state, or None if it has none."""
-    if saved is None:
-        return None
+def _prepared(saved: Any) -> Prepared:
+    """Returns the hyperparameters of a state."""
     try:
         return Prepared(**saved)
     except (TypeError, ValueError) as error:

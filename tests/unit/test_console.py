@@ -152,7 +152,7 @@ def test_writing_to_a_terminal_or_pipe_that_is_closed_is_no_error() -> None:
 
 
 def test_a_command_prints_names_that_the_encoding_lacks(tmp_path: Path) -> None:
-    run = shutil.copytree(Path(__file__).parents[1] / "data" / "commits_of_0_1_0" / "gpt", tmp_path / "größe")
+    run = shutil.copytree(Path(__file__).parents[1] / "data" / "stored_runs" / "small", tmp_path / "größe")
     command = [sys.executable, "-m", "elastic_ddp.cli.main", "show", str(run)]
     environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment)

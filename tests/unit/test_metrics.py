@@ -18,11 +18,6 @@ def test_a_record_holds_values_and_the_steps_at_which_they_were_measured() -> No
     assert measurements({"metrics": {"loss": {"value": 1, "step": 7}}}) == {"loss": Measurement(1.0, 7)}
 
 
-def test_a_record_written_by_older_code_with_late_values_is_read() -> None:
-    late = {"measured_later": {"loss": [{"value": 0.5, "step": 3}]}}
-    assert measurements({"metrics": {"loss": {"value": 1, "step": 7}}, **late}) == {"loss": Measurement(1.0, 7)}
-
-
 def test_a_measurement_counts_for_the_first_commit_that_has_it() -> None:
     logged, evaluated = Measurement(0.5, 91), Measurement(0.3, 200)
     assert best_first({100: logged, 200: logged, 300: evaluated, 400: evaluated}, "min") == [300, 100]

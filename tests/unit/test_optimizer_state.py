@@ -126,20 +126,6 @@ def test_a_registered_optimizer_keeps_its_moments_by_name_too() -> None:
     assert torch.equal(*moments) and moments[0].any()
 
 
-def test_a_state_of_version_0_1_0_in_a_format_of_its_own_is_loaded() -> None:
-    class Wrapping(torch.optim.SGD):
-        def state_dict(self) -> dict[str, Any]:
-            return {"inner": super().state_dict()}
-
-        def load_state_dict(self, state: dict[str, Any]) -> None:
-            super().load_state_dict(state["inner"])
-
-    names = ["0.weight", "0.bias", "1.weight", "1.bias", "3.weight", "3.bias"]
-    optimizers = [Wrapping(Model().parameters(), lr=lr) for lr in (0.1, 0.2)]
-    load_named_state(optimizers[1], [names], optimizers[0].state_dict())
-    assert optimizers[1].param_groups[0]["lr"] == 0.1
-
-
 def _turned(model: Any) -> torch.optim.Optimizer:
     optimizer = OPTIMIZERS["AdamW"](model)
     for group in optimizer.param_groups:
