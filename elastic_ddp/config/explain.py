@@ -18,9 +18,6 @@ _HINTS = {
 }
 """What to give instead, by pydantic's error type, where pydantic's own message does not name it."""
 
-_REMOVED = {"in_place": "this setting was removed; delete the line. Workers always join and leave while others train"}
-"""Settings of earlier versions, and what to do about them."""
-
 
 def explain(error: ValidationError, model: type[BaseModel]) -> str:
     """Returns one line that names every problem in `error`, which pydantic raised while it built `model`."""
@@ -33,8 +30,7 @@ def _explain_problem(problem: Mapping[str, Any], model: type[BaseModel]) -> str:
     setting, value = ".".join(map(str, problem["loc"])), problem["input"]
     match problem["type"]:
         case "extra_forbidden":
-            rule = _REMOVED.get(setting) or f"there is no such setting; {_suggest_settings(problem['loc'], model)}"
-            return f"{setting}={value!r}: {rule}"
+            return f"{setting}={value!r}: there is no such setting; {_suggest_settings(problem['loc'], model)}"
         case "missing":
             return f"{setting} is missing and has no default; give it a value"
         case "value_error":  # raised by a validator of `run_config`

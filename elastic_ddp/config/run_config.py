@@ -426,7 +426,7 @@ class RunConfig(Settings):
         for key in DATA_IDENTITY:
             value = getattr(self.data, key)
             settings[f"data.{key}"] = list(value) if isinstance(value, tuple) else value
-        if self.data.drop_last:  # commits of version 0.1.0 do not have it
+        if self.data.drop_last:
             settings["data.drop_last"] = True
         return settings
 

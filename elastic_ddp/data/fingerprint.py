@@ -44,24 +44,21 @@ def of_columns(columns: Mapping[str, Any]) -> str:
     return digest.hexdigest()
 
 
-def of_rows(data: Any) -> tuple[str, str, int | None]:
-    """Returns the digest of a map-style data set, its digest in earlier versions, and a row that varies, if any.
+def of_rows(data: Any) -> tuple[str, int | None]:
+    """Returns the digest of a map-style data set, and a row that varies, if any.
 
     The name of the class, the length and a few rows count. Rows that differ between two reads with equal seeds do not,
-    nor do objects in them other than arrays, images, containers and plain values. In earlier versions the module of the
-    class counted too, which is another one for a class that runs as a script.
+    nor do objects in them other than arrays, images, containers and plain values. The module of the class does not
+    count either: it is another one for a class that runs as a script.
     """
-    kind, varying = type(data), None
-    digest, earlier = hashlib.sha256(), hashlib.sha256()
-    _update(digest, [kind.__name__, len(data)])
-    _update(earlier, [kind.__module__, kind.__qualname__, len(data)])
+    digest, varying = hashlib.sha256(), None
+    _update(digest, [type(data).__name__, len(data)])
     for row in np.unique(np.linspace(0, len(data) - 1, _PROBED_ROWS).astype(np.int64)).tolist():
         first, second = (_row_digest(data, row) for _ in range(2))
-        for each in (digest, earlier):
-            _update(each, first if first == second else None)
+        _update(digest, first if first == second else None)
         if first != second and varying is None:
             varying = row
-    return digest.hexdigest(), earlier.hexdigest(), varying
+    return digest.hexdigest(), varying
 
 
 def _row_digest(data: Any, row: int) -> str:

@@ -70,13 +70,8 @@ class DatasetIndex:
         Of the run's copy, whose name is unique, it covers the path inside of the run's folder, which may be moved, and
         no version, which differs after that.
         """
-        if not self.copy:
-            return self.earlier_fingerprint
-        return _sha256([file.path[file.path.rindex(self.copy) :], file.size] for file in self.files)
-
-    @cached_property
-    def earlier_fingerprint(self) -> str:
-        """The fingerprint by the rule of earlier versions, which runs that they began have on record."""
+        if self.copy:
+            return _sha256([file.path[file.path.rindex(self.copy) :], file.size] for file in self.files)
         return _sha256([file.path, file.size, file.version] for file in self.files)
 
     def locate(self, row_ids: Sequence[int]) -> str:

@@ -63,8 +63,6 @@ class MapStyleIndex:
     """`Columns` or the user's object; after `share`, what `load_shared` loads it from."""
     varying_row: int | None = None
     """A row that differs between two reads with equal seeds, if one was found."""
-    earlier_fingerprint: str = ""
-    """The fingerprint by the rule of earlier versions, which runs that they began have on record."""
 
     compared_by: ClassVar[str] = "arrays are compared by content, other data sets by class name, length and a few rows"
 
@@ -200,12 +198,12 @@ def index_in_memory(data: Any, columns: Sequence[str] | None = None, *, identify
         raise DataError(f"len(data) raised {text_of(error, repr)}:\n{text}") from error
     if num_rows < 1:
         raise DataError(f"data ({name}) has no rows. Pass a data set that has some.")
-    fingerprint, earlier, varying_row = "", "", None
+    fingerprint, varying_row = "", None
     if identify and is_columns:
-        fingerprint = earlier = of_columns(content.values)
+        fingerprint = of_columns(content.values)
     elif identify:
-        fingerprint, earlier, varying_row = of_rows(content)
-    return MapStyleIndex(num_rows, fingerprint, name, content, varying_row, earlier)
+        fingerprint, varying_row = of_rows(content)
+    return MapStyleIndex(num_rows, fingerprint, name, content, varying_row)
 
 
 def has_columns(data: Any) -> bool:

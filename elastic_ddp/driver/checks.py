@@ -6,7 +6,6 @@ import inspect
 import io
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from ray.runtime_env import RuntimeEnv
@@ -107,18 +106,15 @@ def check_is_kept(storage: str, uri: str) -> None:
         )
 
 
-def check_identity(job: Job, *, may_replace: bool) -> Job:
+def check_identity(job: Job, *, may_replace: bool) -> None:
     """Records what defines the run, or raises ConfigError if it differs from the record of an earlier session.
 
-    A run without a commit (`may_replace`) gets a new record. Returns the job with the data set's fingerprint on record.
+    A run without a commit (`may_replace`) gets a new record.
     """
     storage, config, index = job.storage, job.config, job.index
     current = {**job.identity(), "data": index.fingerprint}
+    record = json.dumps({**current, _DESCRIPTION: str(index)}, indent=1).encode()
     is_damaged = False
-
-    def record(data: str) -> bytes:
-        return json.dumps({**current, "data": data, _DESCRIPTION: str(index)}, indent=1).encode()
-
     try:
         recorded = None if may_replace else json.loads(storage.read(_IDENTITY))
     except FileNotFoundError:
@@ -128,15 +124,15 @@ def check_identity(job: Job, *, may_replace: bool) -> Job:
         newest = CommitCatalog(storage.at(COMMITS)).latest()
         recorded, is_damaged = None if newest is None else identity_of(newest.record), True
     if recorded is None:
-        storage.write(_IDENTITY, record(index.fingerprint))
-        return job
+        storage.write(_IDENTITY, record)
+        return
     recorded_data = recorded.pop(_DESCRIPTION, "another data set")
     changes = [
         f"{key} was {recorded.get(key)!r} and is {current.get(key)!r}"
         for key in {**recorded, **current}
         if key != "data" and recorded.get(key) != current.get(key)
     ]
-    if recorded.get("data") not in (index.fingerprint, index.earlier_fingerprint):
+    if recorded.get("data") != index.fingerprint:
         new = "has the same paths but other contents" if recorded_data == str(index) else f"is {index}"
         changes.append(f"data was {recorded_data} and {new} ({index.compared_by})")
     if changes:
@@ -145,8 +141,7 @@ def check_identity(job: Job, *, may_replace: bool) -> Job:
             "settings, or use another name; run.load_weights can start that run from the weights of this one."
         )
     if is_damaged:
-        storage.write(_IDENTITY, record(recorded["data"]))
-    return replace(job, recorded_data=recorded["data"])
+        storage.write(_IDENTITY, record)
 
 
 def check_steps(index: DatasetIndex | MapStyleIndex, config: RunConfig) -> None:

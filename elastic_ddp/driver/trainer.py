@@ -292,7 +292,8 @@ class ElasticTrainer:
             weights=weights_of(index, self._sample_weights) if self._sample_weights is not None else None,
             storage=storage,
         )
-        return check_identity(job, may_replace=may_replace)
+        check_identity(job, may_replace=may_replace)
+        return job
 
     def _find_commit(self, job: Job) -> Commit | None:
         """Returns the newest commit of this run, from which it resumes."""
@@ -357,8 +358,8 @@ class ElasticTrainer:
             summary = self._summarize()
             if summary["status"] == "finished":
                 self._storage.write(SUMMARY, json.dumps(summary, indent=1).encode())
-        if summary["status"] != "finished" or max(total_steps, summary["total_steps"]) > summary["steps"]:
-            return None  # in version 0.1.0, a run that left its loop early was finished, too
+        if summary["status"] != "finished" or total_steps > summary["steps"]:
+            return None
         return self._result(summary)
 
     def _conclude(self, outcome: dict[str, Any], session: Session, lease: DriverLease) -> RunResult:

@@ -209,7 +209,7 @@ class Checkpointer:
             "samples_sha256": position.samples_sha256,
             "epoch": self._job.shape.epoch_of(position.step),
             "generation": generation,
-            "data": self._job.data_fingerprint,
+            "data": self._job.index.fingerprint,
             "identity": self._job.identity(),
             "versions": versions(),
             **({} if self.verified_step is None else {"verified_step": self.verified_step}),

@@ -59,13 +59,6 @@ class Job:
     """The session of the driver that holds the run's lease."""
     debugged: Storage | None = None
     """In `ElasticTrainer.debug`, which saves nothing: the folder that has the commits of the run."""
-    recorded_data: str = ""
-    """The fingerprint of the data set in the run's record, where a run of an earlier version has another one."""
-
-    @property
-    def data_fingerprint(self) -> str:
-        """What identifies the data set in the run's record and in its commits."""
-        return self.recorded_data or self.index.fingerprint
 
     def identity(self) -> dict[str, Any]:
         """Returns what decides the weights' bits besides the data, as JSON values."""
@@ -74,9 +67,7 @@ class Job:
 
     def difference_to(self, record: Mapping[str, Any]) -> str | None:
         """Returns how the run of a commit with this record differs from this run; None if it is the same run."""
-        data = record.get("data")
-        is_earlier = data == self.index.earlier_fingerprint
-        own = {"identity": self.identity(), "data": data if is_earlier else self.data_fingerprint}
+        own = {"identity": self.identity(), "data": self.index.fingerprint}
         names = different_runs(own, record)
 
         def values(identity: Mapping[str, Any]) -> str:

@@ -133,7 +133,6 @@ class FakeClient:
 class FakeIndex:
     num_rows: int
     fingerprint: str = "fingerprint"
-    earlier_fingerprint: str = "fingerprint"
     group_rows: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
 
 

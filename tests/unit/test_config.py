@@ -72,11 +72,6 @@ def test_an_unknown_setting_unlike_any_other_is_refused_with_all_of_its_table() 
     assert message.endswith(", ".join(sorted(CheckpointConfig.model_fields)))
 
 
-def test_a_removed_setting_is_refused_with_what_to_do_about_it() -> None:
-    message = refusal(in_place=False)
-    assert message.startswith("in_place=False: ") and "removed" in message and "delete the line" in message
-
-
 @pytest.mark.parametrize(
     ("changes", "setting", "expected"),
     [
@@ -429,7 +424,6 @@ def test_the_identity_ignores_settings_that_a_resumed_run_may_change() -> None:
 
 
 def test_leaving_out_last_batches_changes_the_identity_only_if_it_is_set() -> None:
-    """Commits of version 0.1.0 do not have the setting."""
     dropping = config(data={"drop_last": True}).identity()
     assert dropping == {**config().identity(), "data.drop_last": True} != config().identity()
 

@@ -44,7 +44,6 @@ def test_some_steps_and_then_the_rest_give_the_weights_of_an_uninterrupted_run(n
     ("summary", "is_finished"),
     [
         ({"status": "left", "steps": 10, "total_steps": 40}, False),
-        ({"status": "finished", "steps": 10, "total_steps": 40}, False),  # as version 0.1.0 recorded it
         ({"status": "finished", "steps": 40, "total_steps": 40}, True),
         ({"status": "finished", "steps": 30, "total_steps": 30}, False),  # it now gets more steps
     ],

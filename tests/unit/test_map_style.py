@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 import threading
 from collections.abc import Iterator
@@ -260,33 +259,6 @@ def test_a_class_of_rows_may_run_as_a_script_be_imported_or_move_to_another_file
     assert len(prints) == 1
     defined_in_other = [defined_in("job").Rows(CHANGED), defined_in("job").Rows(ROWS[:-1]), list(ROWS)]
     assert not prints & {index_in_memory(each).fingerprint for each in defined_in_other}
-
-
-RECORDED = "50eb3904a9489e31c51e9d0f0de46a62aa12f14ed7bfa0f187ed447d5c744af0"
-"""The fingerprint of `Rows(ROWS)` in a script, by version 0.1.0."""
-
-
-def test_a_run_keeps_the_fingerprint_that_an_earlier_version_recorded(tmp_path: Path) -> None:
-    config = RunConfig(name="a", storage=str(tmp_path), steps=1, global_batch_size=1, micro_batch_size=1)
-    storage = Storage(tmp_path / "a")
-
-    def job(module: str, rows: Any) -> Job:
-        index = index_in_memory(defined_in(module).Rows(rows))
-        return check_identity(
-            Job(config=config, train=train, index=index, transform=None, storage=storage), may_replace=False
-        )
-
-    new = job("__main__", ROWS)
-    assert new.data_fingerprint == new.index.fingerprint
-    assert new.difference_to({"identity": new.identity(), "data": RECORDED}) is None  # as `debug` compares it
-    record = json.loads(storage.read("run.json"))
-    storage.write("run.json", json.dumps(record | {"data": RECORDED}).encode())
-    resumed = job("__main__", ROWS)
-    assert resumed.data_fingerprint == RECORDED
-    assert resumed.difference_to({"identity": resumed.identity(), "data": RECORDED}) is None
-    assert "data is" in (resumed.difference_to({"identity": resumed.identity(), "data": "other"}) or "")
-    with pytest.raises(ConfigError, match=r"data was 12 rows of Rows .* and is 12 rows of Rows"):
-        job("__main__", CHANGED)
 
 
 class OwnGenerator(Augmented):
