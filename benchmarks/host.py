@@ -65,7 +65,7 @@ def parts() -> dict[str, list[tuple[Any, str]]]:
     from elastic_ddp.distributed.parameter_guard import ParameterGuard
     from elastic_ddp.distributed.step_agreement import ControlExchange
     from elastic_ddp.rendezvous.hang import Activity
-    from elastic_ddp.worker import loop, step
+    from elastic_ddp.worker import loop, step, update
     from elastic_ddp.worker.generation import Generation
     from elastic_ddp.worker.phase_clock import PhaseClock
     from elastic_ddp.worker.train_state import TrainState
@@ -74,7 +74,7 @@ def parts() -> dict[str, list[tuple[Any, str]]]:
         return [(owner, name) for name in names]
 
     return {
-        "seeding": [*of(step, "seed_all"), *of(loop, "seed_all")],
+        "seeding": [*of(update, "seed_all"), *of(loop, "seed_all")],
         "data": of(MicroBatchFeed, "step"),
         "activity and phases": [*of(Activity, "enter", "begin"), *of(PhaseClock, "enter", "step_done")],
         "control exchange": of(ControlExchange, "start", "wait"),
@@ -83,7 +83,7 @@ def parts() -> dict[str, list[tuple[Any, str]]]:
             *of(StepBuffers, "begin", "end_micro_batch", "check_untouched"),
             *of(ParameterGuard, "begin", "check", "end"),
             *of(DDPStrategy, "begin_step", "check_gradients", "check_not_cleared", "clear_gradients"),
-            *of(step, "refuse_zero_grad"),
+            *of(update, "refuse_zero_grad"),
         ],
         "gradients": of(DDPStrategy, "backward"),
         "clipping": of(Generation, "clip_gradients"),

@@ -40,12 +40,12 @@ def test_each_step_is_logged_once_if_the_driver_dies_at_any_event(tmp_path: Path
         before, steps = events[:number], StepValues()
         logged = sum(steps.add(event) is not None for event in before)
         has_time, has_none = Keeper(), Keeper()
-        with driver(folder, "1", has_time) as first:
+        with driver(folder, "s000001-a", has_time) as first:
             first.record(*before)
             until(lambda keeper=has_time, logged=logged: keeper.runs and len(keeper.kept) == logged)
         commit = newest_commit(before)
         loggers = [Keeper(has_time.kept if commit else None), has_none]
-        with driver(folder, "2", *loggers) as second:
+        with driver(folder, "s000002-a", *loggers) as second:
             second.record(*session_events(commit))
             second.loggers.finish("finished")
         for keeper in loggers:
@@ -60,11 +60,11 @@ def test_each_step_is_logged_once_if_the_driver_dies_at_any_event(tmp_path: Path
 
 def test_a_session_that_begins_anew_has_another_id_and_its_own_values(tmp_path: Path) -> None:
     first, second = Keeper(), Keeper()
-    with driver(tmp_path, "1", first) as this:
+    with driver(tmp_path, "s000001-a", first) as this:
         this.record(SessionStarted(), *step_events(1), *step_events(3))
         until(lambda: first.steps == [1])
     other = [replace(event, loss=9.0) if isinstance(event, StepsCompleted) else event for event in session_events()]
-    with driver(tmp_path, "2", second) as this:
+    with driver(tmp_path, "s000002-a", second) as this:
         this.record(*other)
         this.loggers.finish("finished")
     assert second.runs[0].id != first.runs[0].id
@@ -97,7 +97,7 @@ class Failing(Keeper):
 @pytest.mark.parametrize("after", [False, True])
 def test_a_logger_that_fails_gets_what_it_lacks_and_one_line_says_so(tmp_path: Path, after: bool) -> None:
     failing, healthy = Failing(after=after), Keeper()
-    with driver(tmp_path, "1", failing, healthy) as this:
+    with driver(tmp_path, "s000001-a", failing, healthy) as this:
         this.record(*session_events())
         this.loggers.finish("finished")
     assert failing.steps == healthy.steps == ALL
@@ -118,7 +118,7 @@ class Linked(Failing):
 
 def test_the_driver_says_once_where_a_logger_writes_and_no_credential(tmp_path: Path) -> None:
     linked = Linked(after=False)
-    with driver(tmp_path, "1", linked) as this:
+    with driver(tmp_path, "s000001-a", linked) as this:
         this.record(*session_events())
         this.loggers.finish("finished")
     assert linked.steps == ALL
@@ -156,7 +156,7 @@ class Away(Keeper):
 
 def test_a_logger_that_was_away_for_long_is_named_once_and_when_it_works_again(tmp_path: Path) -> None:
     away = Away()
-    with driver(tmp_path, "1", away) as this:
+    with driver(tmp_path, "s000001-a", away) as this:
         this.record(*session_events())
         until(lambda: len(away.runs) > 5)
         assert len(this.notes) == 1 and away.steps == []
@@ -184,7 +184,7 @@ def test_a_slow_logger_does_not_hold_up_the_driver_and_catches_up(
 ) -> None:
     monkeypatch.setattr(delivery, "MAX_BACKLOG", 3)
     slow, quick = Stuck(), Keeper()
-    with driver(tmp_path, "1", slow, quick) as this:
+    with driver(tmp_path, "s000001-a", slow, quick) as this:
         this.record(SessionStarted(), *step_events(1), *step_events(2))
         assert slow.entered.wait(20.0)
         for step in range(3, 40):
@@ -205,7 +205,7 @@ def test_an_event_that_comes_while_the_ledger_is_read_counts_once(
         return read_ledger(storage)
 
     monkeypatch.setattr(delivery, "read_ledger", read)
-    with driver(tmp_path, "1", keeper) as this:
+    with driver(tmp_path, "s000001-a", keeper) as this:
         this.start()
         until(lambda: keeper.steps == [1, 2])
         this.record(RunFinished(status="finished"))
@@ -218,7 +218,7 @@ def test_the_end_waits_for_a_stuck_logger_for_a_bounded_time_only(
 ) -> None:
     monkeypatch.setattr(run_loggers, "FINISH_TIMEOUT_S", 0.2)
     stuck, healthy = Stuck(), Keeper()
-    with driver(tmp_path, "1", stuck, healthy) as this:
+    with driver(tmp_path, "s000001-a", stuck, healthy) as this:
         this.record(*session_events())
         begun = time.monotonic()
         this.loggers.finish("finished", lambda: False)
@@ -232,7 +232,7 @@ def test_the_end_waits_for_a_stuck_logger_for_a_bounded_time_only(
 
 def test_a_session_that_raises_closes_its_loggers_as_failed(tmp_path: Path) -> None:
     keeper = Keeper()
-    with pytest.raises(KeyboardInterrupt), driver(tmp_path, "1", keeper) as this:
+    with pytest.raises(KeyboardInterrupt), driver(tmp_path, "s000001-a", keeper) as this:
         this.record(SessionStarted(), *step_events(1), *step_events(2))
         raise KeyboardInterrupt
     assert keeper.status == "failed" and keeper.steps == [1]
@@ -251,7 +251,7 @@ def test_a_finished_run_waits_for_a_logger_that_works_and_not_for_one_that_fails
 ) -> None:
     monkeypatch.setattr(run_loggers, "FINISH_TIMEOUT_S", 0.1)
     slow, away = Slow(), Away()
-    with driver(tmp_path, "1", slow, away) as this:
+    with driver(tmp_path, "s000001-a", slow, away) as this:
         this.record(*session_events())
         this.loggers.complete()
     assert slow.steps == ALL and away.steps == []
@@ -261,7 +261,7 @@ def test_a_finished_run_waits_for_a_logger_that_works_and_not_for_one_that_fails
 
 def test_a_driver_that_was_replaced_logs_nothing_more(tmp_path: Path) -> None:
     stuck = Stuck()
-    with driver(tmp_path, "1", stuck) as this:
+    with driver(tmp_path, "s000001-a", stuck) as this:
         this.record(*session_events())
         assert stuck.entered.wait(20.0)
         this.replaced.set()
@@ -272,7 +272,7 @@ def test_a_driver_that_was_replaced_logs_nothing_more(tmp_path: Path) -> None:
 
 def test_steps_reach_loggers_only_after_the_ledger_has_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     keeper = Keeper()
-    with driver(tmp_path, "1", keeper) as this:
+    with driver(tmp_path, "s000001-a", keeper) as this:
         this.record(SessionStarted(), *step_events(1))
         write, failing = this.storage.write, [True]
 

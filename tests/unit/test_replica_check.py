@@ -103,9 +103,7 @@ def test_a_save_of_ranks_that_differ_leaves_nothing(tmp_path: Path) -> None:
     ranks.begin(2, of=[0, 2], attempt=attempt)
     ranks.begin(2, of=[1], attempt=attempt, state=other)
     outcome = ranks.wait()
-    assert isinstance(outcome, ReplicasDifferError) and "ranks 0 and 1 hold different values of model.weight" in str(
-        outcome
-    )
+    assert isinstance(outcome, ReplicasDifferError) and "rank 1 holds other values of model.weight than" in str(outcome)
     assert Storage(tmp_path).list() == before
     newest = CheckpointStore(Storage(tmp_path), keep=2).latest()
     assert newest is not None and newest.step == 1

@@ -57,7 +57,7 @@ def drive(
 
         job, rendezvous = new_run()._loop.job, inprocess_rendezvous()
         monkeypatch.setattr(session_module, "run_workers", work)
-        with DriverLease(job.storage, "test", lambda _: "session", print) as lease:
+        with DriverLease(job.storage, "test", lambda _: "s000001-a", print) as lease:
             lease.acquire()
             session = Session(job, rendezvous, None, lease, time.time(), GcsWatch(GCS))
             assert session.run()["error"] == "the loss is no number"
@@ -114,7 +114,7 @@ def test_a_session_ends_soon_if_ray_has_ended_on_this_machine(
     monkeypatch.setattr(session_module, "has_ray_ended", lambda is_ending: is_ending or not requested)
     monkeypatch.setattr(session_module, "run_workers", lambda *_: None)
     job: Any = new_run()._loop.job
-    with DriverLease(job.storage, "test", lambda _: "session", print) as lease:
+    with DriverLease(job.storage, "test", lambda _: "s000001-a", print) as lease:
         lease.acquire()
         session = Session(job, cast(Any, SilentRendezvous()), None, lease, time.time(), GcsWatch(GCS))
         session.stop_requests.requested = requested
@@ -140,7 +140,7 @@ def test_a_run_whose_gcs_does_not_return_commits_and_ends_with_what_to_do(
 
     monkeypatch.setattr(session_module, "has_ray_ended", lambda is_ending: False)
     monkeypatch.setattr(session_module, "run_workers", train_until_stopped)
-    with DriverLease(job.storage, "test", lambda _: "session", print) as lease:
+    with DriverLease(job.storage, "test", lambda _: "s000001-a", print) as lease:
         lease.acquire()
         gcs = GcsWatch(GCS, refuse, lambda: next(clock))
         outcome = Session(job, rendezvous, None, lease, time.time(), gcs).run()
@@ -158,7 +158,7 @@ def test_a_runtime_env_that_ray_cannot_set_up_is_an_error_of_the_configuration(
     monkeypatch.setattr(session_module, "ray", SimpleNamespace(get=fail, exceptions=ray.exceptions))
     monkeypatch.setattr(session_module, "run_workers", lambda *_: None)
     job: Any = new_run()._loop.job
-    with DriverLease(job.storage, "test", lambda _: "session", print) as lease:
+    with DriverLease(job.storage, "test", lambda _: "s000001-a", print) as lease:
         lease.acquire()
         session = Session(job, cast(Any, SilentRendezvous()), None, lease, time.time(), GcsWatch(GCS))
         with pytest.raises(ConfigError, match=r"cannot set up runtime_env on node 10\.0\.0\.3 \(ERROR: no such"):

@@ -41,9 +41,9 @@ def test_tensorboard_has_each_step_once_if_the_driver_dies_at_any_event(tmp_path
     for number in range(1, len(events), 4):
         folder = tmp_path / f"run{number}"
         before = events[:number]
-        with driver(folder, "20261120T101500Z-ffffff", TensorBoardLogger()) as first:
+        with driver(folder, "s000001-ffffff", TensorBoardLogger()) as first:
             first.record(*before)
-        with driver(folder, "20261120T101500Z-000000", TensorBoardLogger()) as second:
+        with driver(folder, "s000002-000000", TensorBoardLogger()) as second:
             second.record(*session_events(newest_commit(before)))
             second.loggers.finish("finished")
         found = read(folder)
@@ -52,13 +52,13 @@ def test_tensorboard_has_each_step_once_if_the_driver_dies_at_any_event(tmp_path
 
 
 def test_a_session_that_begins_anew_replaces_all_values_of_earlier_ones(tmp_path: Path) -> None:
-    with driver(tmp_path, "20261120T101500Z-000000", TensorBoardLogger()) as first:
+    with driver(tmp_path, "s000001-000000", TensorBoardLogger()) as first:
         first.record(*session_events()[:12])
         (delivery,) = first.loggers._deliveries
         until(lambda: delivery.newest == 3)
     began = SessionStarted()
     late = [event for event in session_events() if getattr(event, "step", LAST) >= 3]
-    with driver(tmp_path, "20261120T101600Z-000000", TensorBoardLogger()) as second:
+    with driver(tmp_path, "s000002-000000", TensorBoardLogger()) as second:
         second.record(*([] if began in late else [began]), *late)
         second.loggers.finish("finished")
     assert [step for step, _ in read(tmp_path)["loss"]] == [3, 4, 5, 6]
