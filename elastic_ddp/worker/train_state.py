@@ -370,7 +370,8 @@ class TrainState:
     def resume(self, state: dict[str, Any], tick: Callable[[], object] = lambda: None) -> list[Change]:
         """Loads the state of a commit. Hyperparameters that the code has changed since keep the value in the code.
 
-        Call `record_prepared` first. `tick` is called now and then if schedulers are stepped to the run's position.
+        Without `record_prepared` before, all keep the value in the commit. `tick` is called now and then if schedulers
+        are stepped to the run's position.
 
         Returns:
             The hyperparameters that differ between the commit and the code.
@@ -379,8 +380,10 @@ class TrainState:
             CheckpointError: as `load_state_dict`.
             ConfigError: a scheduler cannot be stepped to the run's position.
         """
+        if self.prepared is None:
+            self.load_state_dict(state)
+            return []
         now, then = self.prepared, _prepared(state.get(PREPARED))
-        assert now is not None
         state = _without_replaced(state, then, now)
         try:
             factors = hyperparameters.factors_of(self._schedules(), state["scheduler"])

@@ -129,7 +129,6 @@ def begin_generation(
     if begin_with is not None:
         state.load_initial_weights = lambda group, layout: begin_with(state.module, group, layout)
     strategy = strategy_of(config)(state.model, config, group)
-    state.record_prepared()
     inputs: Any = SimpleNamespace(
         state=state, restore=restored, activity=Activity(), job=SimpleNamespace(config=config)
     )
