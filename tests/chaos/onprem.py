@@ -21,7 +21,7 @@ from tests.chaos.machines import HOME, ROOT, SHARED, USER, Command, Machine, Sit
 from tests.chaos.runs import Trial
 from tests.integration import jobs
 
-GUIDE = ROOT / "docs/guides/cluster.md"
+GUIDE = "\n".join((ROOT / "docs/guides" / name).read_text() for name in ("cluster.md", "cluster-machines.md"))
 CHECKOUT = HOME / "checkout"
 COPIED = ["cluster", "elastic_ddp", "examples", "pyproject.toml", "constraints.txt", "README.md", "LICENSE"]
 GCS_PORT, REDIS_PORT = 6379, 6380
@@ -104,7 +104,7 @@ class Cluster:
         addresses |= {f"192.168.1.{11 + number}": worker.address for number, worker in enumerate(self.workers)}
         for before, after in addresses.items():
             text = re.sub(rf"{re.escape(before)}\b", after, text)
-        text, once = text.replace("ssh_user: ubuntu", f"ssh_user: {USER}"), shell_block(GUIDE.read_text())
+        text, once = text.replace("ssh_user: ubuntu", f"ssh_user: {USER}"), shell_block(GUIDE)
         text = text.replace("=/srv/runs", f"={SHARED}/runs")
         if quick:
             text = re.sub("(?m)^( *- ).*pip install.*$", rf"\1{FIND_PROJECT}", text)
@@ -132,7 +132,7 @@ class Cluster:
 
     def as_written(self, beginning: str, **changes: str) -> str:
         """Returns a command of the guide for these machines."""
-        text = re.sub(r" *\\\n *", " ", shell_block(GUIDE.read_text(), "## Run", beginning))
+        text = re.sub(r" *\\\n *", " ", shell_block(GUIDE, "## Run", beginning))
         line = next(line for line in text.splitlines() if line.startswith(beginning))
         changes |= {"cluster/cluster.yaml": "cluster/onprem.yaml"}
         for before, after in changes.items():
@@ -166,7 +166,7 @@ class Cluster:
 
     def ssh_as_written(self, after: str, machine: Machine, **changes: str) -> str:
         """Runs the first ssh command of the guide after some text, on a machine."""
-        line = shell_block(GUIDE.read_text(), after, "ssh -t")
+        line = shell_block(GUIDE, after, "ssh -t")
         changes |= {"192.168.1.11": machine.address, "192.168.1.10": self.head.address}
         changes |= {"ssh -t": "ssh -tt -i ~/.ssh/elastic-ddp -o StrictHostKeyChecking=no"}
         for before, now in changes.items():

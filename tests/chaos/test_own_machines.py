@@ -1,4 +1,4 @@
-"""docs/guides/cluster.md, "Your own machines", followed on machines made of namespaces.
+"""docs/guides/cluster-machines.md, followed on machines made of namespaces.
 
 `make hosts` runs it and prints how long each stage takes. Each test is a stage: one short run, which must end with the
 weights and samples of an undisturbed run. `make hosts ARGS="-k power"` runs one stage.

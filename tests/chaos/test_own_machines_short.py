@@ -1,4 +1,4 @@
-"""docs/guides/cluster.md, "Your own machines", in a short form. `make hosts` follows the rest of the section."""
+"""docs/guides/cluster-machines.md, in a short form. `make hosts` follows the rest of the page."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ray itself accepts the configurations under cluster/, and they are as docs/guides/cluster.md describes them."""
+"""Ray itself accepts the configurations under cluster/, and they are as the guides describe them."""
 
 from __future__ import annotations
 

@@ -211,7 +211,7 @@ def test_the_iam_commands_of_the_guide_make_both_instance_profiles(aws: None) ->
 
 def call_iam_as_in_the_guide() -> None:
     """Makes the calls of the guide's `aws iam` commands, whose options are named like the API's."""
-    page = (ROOT / "docs/guides/cluster.md").read_text().replace("\\\n", " ")
+    page = (ROOT / "docs/guides/cluster-cloud.md").read_text().replace("\\\n", " ")
     lines = re.findall(r"^aws iam .*", unrolled(page), re.MULTILINE)
     assert len(lines) > 5
     for line in lines:

@@ -62,6 +62,8 @@ def test_the_comment_names_the_version_of_the_package() -> None:
 
 CUDA_OF_TORCH = {"2.13.0": 13}
 """The major version of CUDA in torch's wheels on PyPI: `cuda-toolkit` in their metadata. Look it up for a new torch."""
+GUIDES = ["cluster-check.md", "cluster-machines.md", "kubernetes.md"]
+"""The pages that name NVIDIA's driver."""
 
 
 def test_image_cluster_files_and_docs_name_the_driver_that_the_torch_of_the_constraints_needs() -> None:
@@ -73,10 +75,10 @@ def test_image_cluster_files_and_docs_name_the_driver_that_the_torch_of_the_cons
     files = [
         ROOT / "Dockerfile",
         *(ROOT / "cluster").glob("*.*"),
-        *(ROOT / "docs/guides" / name for name in ("cluster.md", "kubernetes.md")),
+        *(ROOT / "docs/guides" / name for name in GUIDES),
     ]
     named = {file.name: set(re.findall(r"\bR(\d{3})\b|-nvidia-(\d{3})\b", file.read_text())) for file in files}
     drivers = {name: {"".join(each) for each in found} for name, found in named.items() if found}
-    assert drivers.keys() >= {"Dockerfile", "cluster.yaml", "gcp.yaml", "onprem.yaml", "cluster.md", "kubernetes.md"}
+    assert drivers.keys() >= {"Dockerfile", "cluster.yaml", "gcp.yaml", "onprem.yaml", *GUIDES}
     assert set.union(*drivers.values()) == {str(MINIMUM_DRIVER[cuda])}
     assert {each for file in files for each in re.findall(r"\bCUDA (\d+)", file.read_text())} == {str(cuda)}
