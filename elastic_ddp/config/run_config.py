@@ -253,7 +253,7 @@ class RunConfig(Settings):
     loggers: LoggerNames = ()
     """Where the driver sends the values of each logged step: any of `tensorboard`, `wandb` and `mlflow`. Each step is
     logged once, in order, also after failures and a resume. More in
-    [See a run](../guides/monitoring.md#tensorboard-wb-and-mlflow)."""
+    [TensorBoard, W&B and MLflow](../guides/loggers.md)."""
     resize_interval_s: Seconds = 5.0
     """Seconds between two checks whether the cluster can hold more workers, up to `max_workers`."""
     heartbeat_timeout_s: Annotated[Seconds, Field(ge=0.1)] = 5.0

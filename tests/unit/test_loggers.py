@@ -126,7 +126,7 @@ def test_the_driver_says_once_where_a_logger_writes_and_no_credential(tmp_path: 
 
 
 def test_the_logger_in_the_guide_survives_a_kill_within_a_line(tmp_path: Path) -> None:
-    guide = (Path(__file__).parents[2] / "docs/guides/monitoring.md").read_text()
+    guide = (Path(__file__).parents[2] / "docs/guides/loggers.md").read_text()
     program = guide.partition("```python\nimport json\n")[2].partition("\n\n\ntrainer = ")[0]
     defined: dict[str, Any] = {}
     exec(f"import json\n{program}", defined)

@@ -24,7 +24,7 @@ from tests.unit.ledger_events import ledger_event
 
 ROOT = Path(__file__).parents[2]
 DASHBOARD = json.loads((ROOT / "cluster/grafana/elastic_ddp.json").read_text())
-GUIDE = ROOT / "docs/guides/monitoring.md"
+GUIDE = ROOT / "docs/guides/prometheus.md"
 Values = dict[tuple[str, ...], float]
 
 
@@ -264,7 +264,7 @@ def test_without_an_exporter_metrics_are_silent(capfd: pytest.CaptureFixture[str
     assert capfd.readouterr() == ("", "")
 
 
-@pytest.mark.parametrize("page", ["cluster/grafana/elastic_ddp.json", "docs/guides/monitoring.md"])
+@pytest.mark.parametrize("page", ["cluster/grafana/elastic_ddp.json", "docs/guides/prometheus.md"])
 def test_the_dashboard_and_the_guide_have_each_metric_and_no_other(page: str) -> None:
     shown = set(re.findall(rf"ray_{PREFIX}(\w+)", (ROOT / page).read_text()))
     assert shown == {*GAUGES, *COUNTERS}
