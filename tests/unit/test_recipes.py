@@ -1,4 +1,4 @@
-"""The training functions of the recipes page train, on one worker, and resume with the same bits."""
+"""The training functions of the recipe pages train, on one worker, and resume with the same bits."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ import torch
 from elastic_ddp.data.micro_batches import MicroBatch
 from tests.unit.single_worker import FakeFeed, NewRun, evaluate_with
 
-PAGE = (Path(__file__).parents[2] / "docs/guides/recipes.md").read_text()
-RECIPES = dict(re.findall(r'^```python title="(\w+)\.py"\n(.*?)^```$', PAGE, re.MULTILINE | re.DOTALL))
+PAGES = sorted((Path(__file__).parents[2] / "docs/guides").glob("recipes*.md"))
+TEXT = "\n".join(page.read_text() for page in PAGES)
+RECIPES = dict(re.findall(r'^```python title="(\w+)\.py"\n(.*?)^```$', TEXT, re.MULTILINE | re.DOTALL))
 
 
 class Net(torch.nn.Sequential):
