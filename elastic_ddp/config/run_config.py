@@ -232,7 +232,8 @@ class RunConfig(Settings):
     reduction: Literal["canonical", "native"] = "canonical"
     """`canonical` sums gradients to the same bits at every world size. `native` is PyTorch's reduction. With DDP on an
     H100, a step took 1.4 to 1.7 times as long with `canonical` as with plain PyTorch; with `native` the larger model
-    had 0.92 to 0.96 of plain's throughput. On CPUs both are close to plain: [benchmarks](../benchmarks.md#on-a-gpu)."""
+    had 0.92 to 0.96 of plain's throughput. On CPUs both are close to plain: see
+    [benchmarks](../benchmarks-training.md#on-a-gpu)."""
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     """Precision of the forward pass. `bf16` and `fp16` use autocast, or with `fsdp` parameters that are gathered in
     this precision. Weights, gradients and optimizer state stay in fp32. `fp16` scales the loss as
