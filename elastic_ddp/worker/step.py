@@ -304,7 +304,7 @@ class Step:
                 raise PeerFailedError("a worker failed before the update began")
             if update.is_temporary and self._saved is None:
                 self._saved = SavedParameters(state.module)
-            self._activity.begin(f"{update!r}", is_users=True)
+            self._activity.begin(repr(update), is_users=True)
             update.begin()
             with only_trained(update.strategy.parameters.values(), update.strategy.trained.values()):
                 yield update
