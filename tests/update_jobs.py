@@ -257,7 +257,7 @@ def train(run: Any, plan: Plan) -> None:
                 strike(f"after update {number}")
             if plan.evaluates:
                 run.evaluate(lambda *_: torch.zeros(()), "held-out")
-        if plan.metrics is not None and run.rank == 0 and step.failure is None:
+        if plan.metrics is not None and run.rank == 0 and step.outcome.failure is None:
             with plan.metrics.open("a") as file:
                 print(step.index, step.skipped, step.loss, sorted(step.metrics.items()), file=file)
 

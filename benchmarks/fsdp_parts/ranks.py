@@ -114,7 +114,7 @@ class Ranks:
                 step.backward(self._model(rows).square().mean())
                 after_backward(number)
             step.optimize()
-        assert step.failure is None, step.failure
+        assert step.outcome.failure is None, step.outcome.failure
 
     def close(self) -> None:
         self.generation.group.barrier()

@@ -77,7 +77,7 @@ def run(folder: str, standby_workers: str) -> None:
                 for batch in step.micro_batches():
                     step.backward(loss_fn(model, batch["x"]))
                 step.optimize()
-            if step.agreed is not None:
+            if step.outcome.is_done:
                 log.step_ended(step.index, rank=run.rank, world_size=run.world_size)
 
     config = ed.RunConfig(

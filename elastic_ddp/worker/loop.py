@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -151,14 +151,15 @@ class Loop:
             self._step = Step(generation, rows, epoch, self._votes, is_logged=is_logged, **options)
             yield self._step
             step, self._step = self._step, None
-            voted = 0 if step.agreed is None else step.agreed.votes["verify"]
-            self._last = _LastStep(generation.number, step.dispute, voted if step.dispute is None else request)
-            if step.dispute is not None:
+            outcome = step.outcome
+            voted = 0 if outcome.agreed is None else outcome.agreed.votes["verify"]
+            self._last = _LastStep(generation.number, outcome.dispute, voted if outcome.dispute is None else request)
+            if outcome.dispute is not None:
                 membership.leave(intact=True, reason=STEP_REPEATS)
                 continue
-            if step.agreed is None and step.failure is None:
+            if not outcome.is_done and outcome.failure is None:
                 raise ConfigError(f"step {step.index} was skipped. Run every step, in `with step`.")
-            failure = step.failure or self._end_step(step)
+            failure = outcome.failure or self._end_step(step)
             if failure is None:
                 membership.failures.record_success(step.index)
                 continue
@@ -290,8 +291,8 @@ class Loop:
 
     def _end_step(self, step: Step, *, more_steps: bool = True) -> str | None:
         """Does what the ranks agreed on in a step that is done. Returns how a worker failed meanwhile, or None."""
-        assert step.agreed is not None
-        membership = self.membership
+        assert step.outcome.agreed is not None
+        membership, votes = self.membership, step.outcome.agreed.votes
         self.state.check_prepared()
         # After a failure in an evaluation, this worker is in another generation, whose ranks vote again.
         if membership.generation is not step.generation:
@@ -299,11 +300,11 @@ class Loop:
                 membership.generation.feed.skip_to(self.state.position.step)
             return None
         self.client.activity.begin(f"the end of step {step.index}")
-        self.profiler.step_done(self.state.position.step, step.generation.number, step.agreed.votes["profile"])
+        self.profiler.step_done(self.state.position.step, step.generation.number, votes["profile"])
         try:
-            self._apply_agreement(step)
+            self._apply_agreement(step, votes)
             more_steps = more_steps and self.state.position.step < self.job.total_steps
-            is_agreed = more_steps and step.agreed.votes["reconfigure"] == self.world_size
+            is_agreed = more_steps and votes["reconfigure"] == self.world_size
             if is_agreed:
                 membership.leave(intact=True, reason=MEMBERSHIP_CHANGED)
         except Exception as error:
@@ -312,10 +313,9 @@ class Loop:
             return format_exception(error)
         return None
 
-    def _apply_agreement(self, step: Step) -> None:
+    def _apply_agreement(self, step: Step, votes: Mapping[str, int]) -> None:
         """Reports the step, and commits or stops if the ranks agreed on that."""
-        assert step.agreed is not None
-        votes, is_rank_0, steps_done = step.agreed.votes, self.rank == 0, self.state.position.step
+        is_rank_0, steps_done = self.rank == 0, self.state.position.step
         self.checkpointer.metrics.update(steps_done, self._report(step) | {"loss": step.loss})
         every = self.job.config.verify.every_steps
         is_verified = bool(every and steps_done % every == 0)
@@ -352,8 +352,8 @@ class Loop:
             self.client.progress(generation=number, **progress)
         if first_step_s is not None:
             record(FirstStep(generation=number, seconds=first_step_s), is_rank_0=is_rank_0)
-        if step.skip_reason is not None:
-            reason, scale = step.skip_reason, self.state.loss_scale
+        if step.outcome.skip_reason is not None:
+            reason, scale = step.outcome.skip_reason, self.state.loss_scale
             loss_scale = None if scale is None else scale.scale
             skipped = StepSkipped(generation=number, step=position.step, reason=reason, loss_scale=loss_scale)
             record(skipped, is_rank_0=is_rank_0)
@@ -363,7 +363,7 @@ class Loop:
         done = StepsCompleted(generation=number, **progress, metrics=metrics, account=seconds)
         record(done, is_rank_0=is_rank_0)
         counts = [len(owned) for owned in generation.strategy.ranges]
-        if (measured := combine(step.phases, generation=number, micro_batches=counts)) is not None:
+        if (measured := combine(step.outcome.phases, generation=number, micro_batches=counts)) is not None:
             record(measured, is_rank_0=is_rank_0)
         return metrics
 
@@ -386,8 +386,9 @@ class Loop:
             with step.capture_first_error(), self.client.activity.section(f"{what} in step {step.index}"):
                 value = evaluate(membership.generation)
         else:
-            if step is not None and step.failure is not None and step.generation is membership.generation:
-                membership.peer_failed(step.failure, in_step=True)
+            failure = None if step is None else step.outcome.failure
+            if step is not None and failure is not None and step.generation is membership.generation:
+                membership.peer_failed(failure, in_step=True)
             try:
                 value = membership.run_collective(name, evaluate, what)
             except TasksDifferError:
@@ -435,12 +436,13 @@ class Loop:
         if step is None:
             return None
         is_current = step.generation is membership.generation  # otherwise an evaluation joined another one
-        failure = step.failure or (self._end_step(step, more_steps=False) if step.agreed is not None else None)
+        outcome = step.outcome
+        failure = outcome.failure or (self._end_step(step, more_steps=False) if outcome.is_done else None)
         if failure is not None:
             membership.failures.record(step.index, f"step {step.index}", failure)
             if is_current or self.state.is_torn:
                 membership.peer_failed(failure, in_step=True)
-        return step.index if step.failure is not None else None
+        return step.index if outcome.failure is not None else None
 
     def _gather_weights_sha256(self, generation: Generation) -> list[str]:
         generation.strategy.reshard()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
@@ -15,13 +14,14 @@ import torch
 
 from elastic_ddp.data.micro_batches import MicroBatch
 from elastic_ddp.distributed.process_group import is_peer_failure
-from elastic_ddp.errors import ConfigError, PeerFailedError, format_exception
+from elastic_ddp.errors import ConfigError, PeerFailedError
 from elastic_ddp.rendezvous.user_place import frames_of_error
 from elastic_ddp.worker.logged_values import Means
+from elastic_ddp.worker.outcome import FirstError, Outcome, caught_error
 from elastic_ddp.worker.saved_parameters import SavedParameters
 from elastic_ddp.worker.update import StepPlan, Update, name_of, only_trained
 from elastic_ddp.worker.verdict import Verdict
-from elastic_ddp.worker.verification import Dispute, StepDisputedError, Verification
+from elastic_ddp.worker.verification import Verification
 
 if TYPE_CHECKING:
     from elastic_ddp.distributed.step_agreement import Agreement
@@ -70,6 +70,7 @@ class Step:
         self._activity = generation.activity
         self._start = generation.state.position
         self.index = self._start.step
+        self._first_error = FirstError()
         self._plan = StepPlan(
             generation=generation,
             index=self.index,
@@ -80,23 +81,18 @@ class Step:
             begin_verification=begin_verification,
             act_on=act_on,
             before_change=self._put_back,
+            first_error=self._first_error,
         )
         self._update = Update(self._plan)  # the current one, or the last one
         self._num_updates = 0  # that `update` was called for
         self._is_in_update = False
         self._waiting: list[Update] = []  # of functions, which count when an optimizer has stepped
-        self._first_error: Exception | None = None  # of the updates
         self._saved: SavedParameters | None = None  # before a function changed them
         self._kept: list[MicroBatch] = []  # what the first of several updates got
         self._metrics: dict[str, float] = {}  # of the updates before the current one
-        self._gathered: dict[str, torch.Tensor] | None = None  # by the newest update that did
         self._is_in_block = False
-        self.epoch, self.loss = epoch, math.nan
-        self.agreed: Agreement | None = None  # set when the step is done
-        self.skip_reason: str | None = None
-        self.phases: list[dict[str, Any]] = []  # what all ranks measured since the last logged step
-        self.dispute: Dispute | None = None  # why the step is repeated, if it was verified
-        self.failure: str | None = None  # how a worker failed in this step, which is then repeated
+        self.epoch = epoch
+        self.outcome = Outcome()
 
     def __enter__(self) -> Step:
         self._is_in_block = True
@@ -111,22 +107,16 @@ class Step:
         self._is_in_block = False
         self._update.end()
         self._kept.clear()
-        # Cleared, because its traceback would keep the process group alive.
-        first_error = self._first_error or self._update.first_error
-        self._first_error = self._update.first_error = None
+        first_error = self._first_error.take()
         if error is None or isinstance(error, Exception):
             error = first_error or error
         was_changing, self._state.is_changing = self._state.is_changing, False
-        if isinstance(error, StepDisputedError):
-            self.dispute = error.dispute
-        if error is not None and self._num_updates:  # the step is not done, whichever of its updates are
-            self.agreed, self.loss = None, math.nan
-        if error is not None and is_peer_failure(error):
-            self.failure = format_exception(error)
+        if error is not None and (self._num_updates or is_peer_failure(error)):
+            self.outcome = self.outcome.failed(error)
+        if error is not None and self.outcome.failure is not None:
             self._activity.failed_at(frames_of_error(error.__traceback__))
             if was_changing:
                 self._state.is_torn, self._state.position = True, self._start
-                self.agreed, self.loss = None, math.nan
             if self._update.has_begun:
                 self.generation.buffers.revert()
             self._put_back(with_buffers=True)
@@ -135,19 +125,20 @@ class Step:
             return True
         self._put_back(with_buffers=True)
         if kind is None and error is not None:
-            raise self._update.caught_error(error) from error
+            raise caught_error(error, self._update) from error
         if error is None:
             self._end()
         return False
 
     def _end(self) -> None:
         """Ends a block without errors."""
-        if self.agreed is None and self._num_updates:
+        agreed = self.outcome.agreed
+        if agreed is None and self._num_updates:
             raise ConfigError(
                 f"step {self.index} was repeated after {len(self._state.updates)} updates, and its block calls no more "
                 "than these now. Call the same updates each time."
             )
-        if self.agreed is None:
+        if agreed is None:
             raise ConfigError(
                 f"step {self.index} ended without step.optimize(). Call it as the last line of `with step`."
             )
@@ -158,7 +149,7 @@ class Step:
             )
         if self._num_updates:
             self._state.step_schedulers(is_skipped=True)  # those of the epoch
-            self._advance(self.agreed)
+            self._advance(agreed)
         self.generation.strategy.reshard()  # the block may have called the model
         self.generation.parameters.end()
         if self._state.mirror is not None:
@@ -246,13 +237,13 @@ class Step:
                 f"step.optimize was called in step {self.index}, beside step.update. An update steps its optimizer at "
                 "the end of its block. Remove step.optimize()."
             )
-        if self.agreed is not None:
+        if self.outcome.is_done:
             raise ConfigError(f"step.optimize was called twice in step {self.index}. Call it once.")
         self._update.optimize("step.optimize")
-        self._take(self._update)
+        self.outcome = self._update.outcome.after(self.outcome)
         self._update.count()
-        assert self.agreed is not None
-        self._advance(self.agreed)
+        assert self.outcome.agreed is not None
+        self._advance(self.outcome.agreed)
         self._activity.begin(f"the code after step {self.index}", is_users=True)
 
     @contextmanager
@@ -294,30 +285,28 @@ class Step:
         self._metrics |= self._update.metrics
         self._update, self._num_updates, self._is_in_update = update, number + 1, True
         try:
-            if number < len(state.updates):
-                update.repeat(state.updates[number])
-                self._take(update)
-                yield update
-                return
-            state.is_changing = False  # what the update before has changed is whole
-            if self.generation.is_closed:
-                raise PeerFailedError("a worker failed before the update began")
-            if update.is_temporary and self._saved is None:
-                self._saved = SavedParameters(state.module)
-            self._activity.begin(repr(update), is_users=True)
-            update.begin()
-            with only_trained(update.strategy.parameters.values(), update.strategy.trained.values()):
-                yield update
-                update.optimize("the end")
-            self._take(update)
-            self._waiting.append(update)
-            if not update.is_temporary:
-                state.updates = [*state.updates, *(each.count() for each in self._waiting)]
-                self._waiting.clear()
-            self._activity.begin(f"the code after {update!r}", is_users=True)
-        except Exception as error:
-            self._first_error = self._first_error or error
-            raise
+            with self._first_error.capture():
+                if number < len(state.updates):
+                    update.repeat(state.updates[number])
+                    self.outcome = update.outcome.after(self.outcome)
+                    yield update
+                    return
+                state.is_changing = False  # what the update before has changed is whole
+                if self.generation.is_closed:
+                    raise PeerFailedError("a worker failed before the update began")
+                if update.is_temporary and self._saved is None:
+                    self._saved = SavedParameters(state.module)
+                self._activity.begin(repr(update), is_users=True)
+                update.begin()
+                with only_trained(update.strategy.parameters.values(), update.strategy.trained.values()):
+                    yield update
+                    update.optimize("the end")
+                self.outcome = update.outcome.after(self.outcome)
+                self._waiting.append(update)
+                if not update.is_temporary:
+                    state.updates = [*state.updates, *(each.count() for each in self._waiting)]
+                    self._waiting.clear()
+                self._activity.begin(f"the code after {update!r}", is_users=True)
         finally:
             update.end()
             self._is_in_update = False
@@ -329,7 +318,7 @@ class Step:
             raise ConfigError(f"step {self.index} was used outside its block. Write `with step:` around it.")
         if self._is_in_update:
             raise ConfigError(f"{what} was called in the block of another update. Let one update follow the other.")
-        self._update.raise_first_error(self._first_error)
+        self._first_error.raise_again(self._update)
         if not self._num_updates and self._update.has_micro_batches:
             raise ConfigError(
                 f"{what} was called after a loop over step.micro_batches() has begun, outside of an update. Put each "
@@ -357,13 +346,6 @@ class Step:
                 f"{what} got a {type(by).__name__} that shares parameters with another prepared optimizer. Give each "
                 "parameter to one optimizer."
             )
-
-    def _take(self, update: Update) -> None:
-        """Takes the results of an update that is done."""
-        self.agreed, self.loss = update.agreed or self.agreed, update.loss
-        self.skip_reason = update.skip_reason or self.skip_reason
-        self._gathered = update.gathered or self._gathered or {}
-        self.phases = self.phases or update.phases  # the first has those of the step
 
     # Values.
 
@@ -396,9 +378,9 @@ class Step:
         In the order of the micro-batches, identical on all ranks and at every world size. Available after `optimize`,
         or after the update that gathered them, until another one does.
         """
-        if self._gathered is None:
+        if self.outcome.gathered is None:
             raise ConfigError(f"step.gathered of step {self.index} was read before step.optimize(), which fills it.")
-        return self._gathered
+        return dict(self.outcome.gathered)
 
     @property
     def is_last_of_epoch(self) -> bool:
@@ -407,7 +389,7 @@ class Step:
     @property
     def in_progress(self) -> bool:
         """Whether the block has begun, and the change of its current update is not done."""
-        return self._is_in_block and self._update.agreed is None
+        return self._is_in_block and not self._update.outcome.is_done
 
     @property
     def has_progressed(self) -> bool:
@@ -416,11 +398,15 @@ class Step:
 
     def capture_first_error(self) -> AbstractContextManager[None]:
         """Makes the step fail with the first error raised in this context, even if the training function catches it."""
-        return self._update.capture_first_error()
+        return self._first_error.capture()
+
+    @property
+    def loss(self) -> float:
+        return self.outcome.loss
 
     @property
     def skipped(self) -> bool:
-        return self.skip_reason is not None
+        return self.outcome.skip_reason is not None
 
     @property
     def metrics(self) -> Means:

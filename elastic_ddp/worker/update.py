@@ -16,16 +16,16 @@ import torch
 
 from elastic_ddp.data.micro_batches import MicroBatch
 from elastic_ddp.distributed.host_number import to_host
-from elastic_ddp.distributed.process_group import is_peer_failure
 from elastic_ddp.distributed.row_gather import RowGather
 from elastic_ddp.distributed.step_agreement import Agreement, ControlExchange, MicroBatchRecord
 from elastic_ddp.distributed.zero_grad import allow_zero_grad, refuse_zero_grad
-from elastic_ddp.errors import ConfigError, PeerFailedError, format_exception
+from elastic_ddp.errors import ConfigError, PeerFailedError
 from elastic_ddp.seeding import seed_all
 from elastic_ddp.worker.logged_values import LoggedValues
 from elastic_ddp.worker.loss_scale import LossScale
 from elastic_ddp.worker.loss_weight import check_weight, unit_of
 from elastic_ddp.worker.nonfinite import reason_to_skip, rows_of
+from elastic_ddp.worker.outcome import FirstError, Outcome
 from elastic_ddp.worker.verdict import Verdict
 from elastic_ddp.worker.verification import Verification
 
@@ -50,6 +50,7 @@ class StepPlan:
             verified.
         act_on: does what follows from the verdict on an update.
         before_change: called before optimizers step, with whether they are skipped.
+        first_error: the first error of the step.
     """
 
     generation: Generation
@@ -61,6 +62,7 @@ class StepPlan:
     begin_verification: Callable[[Strategy, int], Verification] | None
     act_on: Callable[[Verdict, Verification], None]
     before_change: Callable[[bool], None]
+    first_error: FirstError
 
 
 class Update:
@@ -92,7 +94,7 @@ class Update:
         self._control = ControlExchange(plan.rows)
         self._records: dict[int, MicroBatchRecord] = {}
         self._logged = LoggedValues()
-        self._gather, self.gathered = RowGather(), dict[str, torch.Tensor]()
+        self._gather = RowGather()
         self.current: int | None = None
         self._record: MicroBatchRecord | None = None  # of the current micro-batch
         self._is_dummy = False  # whether the current forward and backward are only for other ranks' collectives
@@ -100,12 +102,8 @@ class Update:
         self._feed: Iterator[MicroBatch] = iter(())
         self._verification: Verification | None = None
         self._checked: int | None = None  # the micro-batch of another rank that this one computes now
-        self.first_error: Exception | None = None
-        self.loss = math.nan
-        self.agreed: Agreement | None = None  # set when the change is done
-        self.skip_reason: str | None = None
+        self.outcome = Outcome()
         self._next_scale: LossScale | None = None  # of the next such update
-        self.phases: list[dict[str, Any]] = []  # what all ranks measured since the last logged step
         self.is_repeated = self.has_begun = False
         self._metrics: dict[str, float] = {}  # of a repeated update
 
@@ -113,8 +111,12 @@ class Update:
         return f"step {self._plan.index}" + (f", update {self.name!r}" if self.name else "")
 
     @property
+    def loss(self) -> float:
+        return self.outcome.loss
+
+    @property
     def skipped(self) -> bool:
-        return self.skip_reason is not None
+        return self.outcome.skip_reason is not None
 
     @property
     def is_part(self) -> bool:
@@ -142,8 +144,8 @@ class Update:
             raise ConfigError(
                 f"{self!r} was {record['name']!r} before the step was repeated. Call the same updates each time."
             )
-        self.is_repeated, self.loss, self.skip_reason = True, record["loss"], record["skip_reason"]
-        self.gathered, self._metrics = record["gathered"], record["metrics"]
+        self.is_repeated, self._metrics = True, record["metrics"]
+        self.outcome = Outcome(**{name: record[name] for name in ("loss", "skip_reason", "gathered")})
 
     def begin(self) -> None:
         """Begins the update. Every rank calls it, unless the generation is closed."""
@@ -172,10 +174,10 @@ class Update:
         if self._records:
             raise ConfigError(f"step.micro_batches of {self!r} was called twice. Loop over it once.")
         try:
-            with self.capture_first_error():
+            with self._plan.first_error.capture():
                 yield from self._micro_batches(batches)
         finally:  # also if the loop ends early
-            if self.agreed is None:  # an iterator that is kept may be closed during a later step
+            if not self.outcome.is_done:  # an iterator that is kept may be closed during a later step
                 self._seed("end")
 
     def _micro_batches(self, batches: Iterator[MicroBatch]) -> Iterator[Any]:
@@ -226,7 +228,7 @@ class Update:
         self._seed(batch.index)
         with self._autocast(is_enabled=True):
             yield rows
-        self.raise_first_error()
+        self._plan.first_error.raise_again(self)
         if record.loss is _NO_LOSS:
             raise ConfigError(
                 f"{self!r}: micro-batch {batch.index} was left without step.backward(loss). Call it exactly once for "
@@ -246,7 +248,7 @@ class Update:
                 f"step.backward of {self!r} got a loss that does not depend on a parameter of its optimizer. Only "
                 "these are trained in this update."
             )
-        with self.capture_first_error(), self._autocast(is_enabled=False):
+        with self._plan.first_error.capture(), self._autocast(is_enabled=False):
             weight = None if weight is None else check_weight("step.backward", weight)
             self._backward(loss, self.current, self._record, weight)
 
@@ -308,31 +310,6 @@ class Update:
         is_first = not (self._plan.index or self.number)
         return self._plan.generation.unit_of_weights(self.strategy, weight, largest, is_first=is_first, is_last=is_last)
 
-    # Errors.
-
-    @contextmanager
-    def capture_first_error(self) -> Iterator[None]:
-        """Makes the step fail with the first error raised in this context, even if the training function catches it."""
-        try:
-            yield
-        except Exception as error:
-            self.first_error = self.first_error or error
-            raise
-
-    def raise_first_error(self, error: Exception | None = None) -> None:
-        """Raises what this update, or the step, has captured."""
-        first = error or self.first_error
-        if first is not None:
-            if is_peer_failure(first):
-                raise first
-            raise self.caught_error(first) from first
-
-    def caught_error(self, error: BaseException) -> ConfigError:
-        return ConfigError(
-            f"{self!r}: the training function caught {format_exception(error)}. Gradients are missing after it, so the "
-            "step cannot continue. Do not catch errors inside `with step`."
-        )
-
     # Values.
 
     def log(self, values: dict[str, float | torch.Tensor]) -> None:
@@ -348,18 +325,18 @@ class Update:
     @property
     def metrics(self) -> dict[str, float]:
         """What was logged in it, and its loss if it is one of several."""
-        own = {f"{self.name}_loss": self.loss} if self.is_part and self.agreed else {}
+        own = {f"{self.name}_loss": self.loss} if self.is_part and self.outcome.is_done else {}
         return {**self._metrics, **self._logged.means, **own}
 
     # The change.
 
     def optimize(self, end_of: str) -> None:
         """Reduces what is left to reduce, and changes the model. `end_of` is what calls it, for errors."""
-        self.raise_first_error()
-        with self.capture_first_error():
-            self._optimize(end_of)
+        self._plan.first_error.raise_again(self)
+        with self._plan.first_error.capture():
+            self.outcome = self._optimize(end_of)
 
-    def _optimize(self, end_of: str) -> None:
+    def _optimize(self, end_of: str) -> Outcome:
         generation, state, strategy = self._plan.generation, self._state, self.strategy
         done = {m for m, record in self._records.items() if record.loss is not _NO_LOSS}
         missing = [m for m in strategy.to_compute if m not in done]
@@ -382,7 +359,7 @@ class Update:
                 f"{self!r} is another update on another rank. Call the same updates in the same order on every rank."
             )
         rows, signatures = self._control.rows, agreed.votes["gathered"]
-        self.gathered = self._gather.exchange(signatures, rows, strategy.ranges, generation.group)
+        gathered = self._gather.exchange(signatures, rows, strategy.ranges, generation.group)
         if agreed.votes["buffers_changed"]:
             generation.buffers.combine(strategy.ranges, strategy.num_leaves, strategy.divisor, generation.group)
         norm_name = f"{self.name}_grad_norm" if self.is_part else "grad_norm"
@@ -391,36 +368,30 @@ class Update:
             strategy, lambda norm: self.log({norm_name: norm}), checks=loss_scale is not None
         )
         self._activity.enter("collective")
+        phases: list[dict[str, Any]] = []
         if self._plan.is_logged:
-            is_first = self.number == self._plan.first_update
-            phases = generation.phases.take() if is_first else {}
-            self.phases = self._logged.gather(generation.group, rows, strategy.ranges, phases)
+            own = generation.phases.take() if self.number == self._plan.first_update else {}
+            phases = self._logged.gather(generation.group, rows, strategy.ranges, own)
         total_norm = generation.group.synchronize(norm)  # the only wait for the end of the backward
         if self._verification is not None:  # first, because a device that is at fault may compute a NaN
             verdict = self._verification.conclude(state.replicated(), list(strategy.trained))
             self._plan.act_on(verdict, self._verification)
-        self.skip_reason = self._find_reason_to_skip(agreed, total_norm)
-        if not self.skipped:
+        skip_reason = self._find_reason_to_skip(agreed, total_norm)
+        if skip_reason is None:
             generation.mirror_gradients()
-        with state.in_doubt(None if self.skipped else self._step_optimizers):
+        with state.in_doubt(self._step_optimizers if skip_reason is None else None):
             generation.vote()
         self._activity.enter("optimizer")
-        self._apply(agreed, total_norm)
-        self.loss = agreed.loss
-        self.agreed = agreed
+        self._apply(agreed, total_norm, is_skipped=skip_reason is not None)
         self._activity.enter("between steps")
+        return Outcome(agreed=agreed, loss=agreed.loss, skip_reason=skip_reason, gathered=gathered, phases=phases)
 
     def count(self) -> dict[str, Any]:
         """Makes the update count: the step goes on after it if a worker fails. Returns its results, for `repeat`."""
         if self._next_scale is not None:
             self._state.set_loss_scale(self._by, self._next_scale)
-        return {
-            "name": self.name,
-            "loss": self.loss,
-            "skip_reason": self.skip_reason,
-            "gathered": self.gathered,
-            "metrics": self.metrics,
-        }
+        done = {name: getattr(self.outcome, name) for name in ("loss", "skip_reason", "gathered")}
+        return {"name": self.name, **done, "metrics": self.metrics}
 
     def _find_reason_to_skip(self, agreed: Agreement, norm: float | None) -> str | None:
         """Returns why the update must not change the model; None if it may. Collective if a value is not finite."""
@@ -429,27 +400,33 @@ class Update:
             return "the weights of all micro-batches are 0"
         if norm is None:
             return None
-        find_rows = partial(rows_of, self._records, generation.feed, generation.group)
-        finds, policy = (self.strategy.nonfinite_gradients, find_rows), generation.on_nonfinite
-        clips, scale = generation.clip_grad_norm is not None, self._state.loss_scale_of(self._by)
-        return reason_to_skip(self._plan.index, agreed.losses, norm, *finds, policy, scale, clips)
+        return reason_to_skip(
+            self._plan.index,
+            agreed.losses,
+            norm,
+            find_gradients=self.strategy.nonfinite_gradients,
+            find_rows=partial(rows_of, self._records, generation.feed, generation.group),
+            policy=generation.on_nonfinite,
+            loss_scale=self._state.loss_scale_of(self._by),
+            clips=generation.clip_grad_norm is not None,
+        )
 
     def _step_optimizers(self) -> None:
         self._state.step_optimizers(partial(self._seed, "optimize"), self._by)
 
-    def _apply(self, agreed: Agreement, norm: float | None) -> None:
+    def _apply(self, agreed: Agreement, norm: float | None, *, is_skipped: bool) -> None:
         """Changes the state, each rank by itself."""
         generation, state, strategy = self._plan.generation, self._state, self.strategy
         loss_scale = state.loss_scale_of(self._by)
         state.is_changing = not self.is_temporary
-        if self.skipped:
+        if is_skipped:
             generation.buffers.revert()
         if not self.is_temporary:
-            self._plan.before_change(self.skipped)
-        if not self.skipped:
+            self._plan.before_change(is_skipped)
+        if not is_skipped:
             self._step_optimizers()
             strategy.reshard()  # a forward before this gathered what has changed
-        state.step_schedulers(is_skipped=self.skipped, by=self._by)
+        state.step_schedulers(is_skipped=is_skipped, by=self._by)
         # Of the whole model: a gradient of a parameter in no optimizer would count in the next clipping.
         strategy.clear_gradients()
         if loss_scale is not None:

@@ -14,6 +14,7 @@ from elastic_ddp.distributed.buffer_sync import StepBuffers
 from elastic_ddp.distributed.process_group import is_missing_group
 from elastic_ddp.seeding import seed_all
 from elastic_ddp.worker.logged_values import Means
+from elastic_ddp.worker.outcome import Outcome
 from elastic_ddp.worker.step import Step
 from elastic_ddp.worker.update import only_trained
 
@@ -34,8 +35,8 @@ class WarmupStep(Step):
         self, state: TrainState, batch: MicroBatch, *, planned: PlannedAssignment, epoch: int, seed: int
     ) -> None:
         self._state, self._batch, self._seed, self._buffers = state, batch, seed, StepBuffers(state.module)
-        self.planned, self.index, self.epoch, self.loss = planned, planned.step, epoch, math.nan
-        self.agreed = self.failure = self.skip_reason = None
+        self.planned, self.index, self.epoch = planned, planned.step, epoch
+        self.outcome = Outcome()
         self._is_in_update = False
 
     def __enter__(self) -> Step:

@@ -90,7 +90,10 @@ def run_steps(
         with step:
             returned.append(body(step, module))
         losses.append(step.loss)
-        if measured is not None and (event := combine(step.phases, generation=1, micro_batches=counts)) is not None:
+        if (
+            measured is not None
+            and (event := combine(step.outcome.phases, generation=1, micro_batches=counts)) is not None
+        ):
             measured.append(event)
         phases.step_done(index + 1)
     result = {
