@@ -19,9 +19,8 @@ from elastic_ddp.data.order import EpochShape
 from elastic_ddp.distributed.assignment import Assignment
 from elastic_ddp.distributed.prepared_model import PreparedModel
 from elastic_ddp.distributed.store import StoreConnection
-from elastic_ddp.rendezvous.hang import Activity
+from elastic_ddp.worker.clock import WorkerClock
 from elastic_ddp.worker.generation import Generation, GenerationInputs
-from elastic_ddp.worker.phase_clock import PhaseClock
 from elastic_ddp.worker.step import Step
 from elastic_ddp.worker.train_state import TrainState
 from fsdp_parts.model import Block
@@ -83,7 +82,7 @@ class Ranks:
         self.state = TrainState(model=prepared, steps_per_epoch=STEPS_PER_EPOCH)
         self.state.add_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-4))
         self.state.record_prepared()
-        store, activity, phases = StoreConnection(), Activity(), PhaseClock(CPU)
+        store = StoreConnection()
         store.connect_with_retry(lambda: (place.store_host, place.store_port))
 
         def make_feed(micro_batches: tuple[int, ...], first_step: int, _: Callable[[], object]) -> Any:
@@ -96,12 +95,10 @@ class Ranks:
             device=CPU,
             store=store,
             feeds=FeedCache(make_feed),
-            activity=activity,
-            phases=phases,
+            clock=WorkerClock(),
             restore=lambda group, shard: None,
             record=lambda event: None,
             on_forming=lambda group: None,
-            on_formed=lambda: None,
         )
         self.generation = Generation.open(inputs, place)
 

@@ -23,10 +23,10 @@ from elastic_ddp.distributed.reduction_tree import processing_order
 from elastic_ddp.distributed.state_transfer import check_same_model
 from elastic_ddp.distributed.strategy import Strategy
 from elastic_ddp.rendezvous.hang import Activity
+from elastic_ddp.worker.clock import WorkerClock
 from elastic_ddp.worker.generation_inputs import GenerationInputs
 from elastic_ddp.worker.loss_weight import unit_of
 from elastic_ddp.worker.nonfinite import Policy
-from elastic_ddp.worker.phase_clock import PhaseClock
 from elastic_ddp.worker.state_sharing import share_state
 from elastic_ddp.worker.train_state import ChangedBy, TrainState
 
@@ -88,8 +88,7 @@ class Generation:
     feeds: FeedCache
     seed: int
     clip_grad_norm: float | None
-    activity: Activity
-    phases: PhaseClock = field(default_factory=PhaseClock)
+    clock: WorkerClock = field(default_factory=WorkerClock)
     on_nonfinite: Policy = "stop"
     weight_unit: float | None = None
     """Set by the first call of `unit_of_weights`."""
@@ -131,17 +130,18 @@ class Generation:
                 attempt=attempt,
                 on_forming=on_forming,
             )
-            inputs.on_formed()
+            inputs.clock.formed()
             if job.config.reduction == "canonical":
                 cublas.settle(inputs.device, state.module)
             # Known to all ranks if one holds the state. The feed then reads its first rows during the transfer.
             feed = open_feed(step) if step is not None else None
             check_same_model(state.module, group, state.optimizers)
             assert state.model is not None
-            strategy = strategy_of(job.config)(state.model, job.config, group, inputs.phases.enter)
+            enter_phase = inputs.clock.phases.enter
+            strategy = strategy_of(job.config)(state.model, job.config, group, enter_phase)
             on_error.callback(strategy.close)
             share_state(inputs, group, strategy)
-            make_strategy = partial(type(strategy), state.model, job.config, group, inputs.phases.enter)
+            make_strategy = partial(type(strategy), state.model, job.config, group, enter_phase)
             generation = cls(
                 group=group,
                 state=state,
@@ -151,13 +151,16 @@ class Generation:
                 feeds=feeds,
                 seed=job.config.seed,
                 clip_grad_norm=job.config.clip_grad_norm,
-                activity=inputs.activity,
-                phases=inputs.phases,
+                clock=inputs.clock,
                 on_nonfinite=job.config.on_nonfinite,
                 make_strategy=make_strategy if strategy.replicates_state else None,
             )
             on_error.pop_all()
             return generation
+
+    @property
+    def activity(self) -> Activity:
+        return self.clock.activity
 
     @property
     def number(self) -> int:
@@ -214,7 +217,7 @@ class Generation:
 
         Collective with FSDP. Passes the norm to `log` if it clips. With `checks`, it is needed in any case.
         """
-        self.phases.enter("optimizer")  # the activity stays in a place of waiting, because of FSDP
+        self.clock.phases.enter("optimizer")  # the activity stays in a place of waiting, because of FSDP
         ignores = self.on_nonfinite == "ignore"
         if self.clip_grad_norm is None and ignores and not checks:
             return None

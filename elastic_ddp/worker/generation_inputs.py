@@ -13,11 +13,10 @@ if TYPE_CHECKING:
     from elastic_ddp.data.feed_cache import FeedCache
     from elastic_ddp.distributed.process_group import ProcessGroup
     from elastic_ddp.distributed.store import StoreConnection
-    from elastic_ddp.rendezvous.hang import Activity
     from elastic_ddp.telemetry.event import Event
     from elastic_ddp.tensors.state_tree import Layout
+    from elastic_ddp.worker.clock import WorkerClock
     from elastic_ddp.worker.job import Job
-    from elastic_ddp.worker.phase_clock import PhaseClock
     from elastic_ddp.worker.train_state import TrainState
 
 
@@ -30,11 +29,9 @@ class GenerationInputs:
     device: torch.device
     store: StoreConnection
     feeds: FeedCache
-    activity: Activity
-    phases: PhaseClock
+    clock: WorkerClock
     restore: Callable[[ProcessGroup, Callable[[], Layout | None]], dict[str, Any] | None]
     """See `Checkpointer.restore`. Called if no rank holds a state."""
     record: Callable[[Event], None]
     """Appends an event to the ledger."""
     on_forming: Callable[[ProcessGroup], None]
-    on_formed: Callable[[], None]

@@ -337,10 +337,9 @@ class Loop:
 
     def _report(self, step: Step) -> dict[str, float]:
         """Reports the step to the rendezvous and the ledger. Returns the logged metrics, if they are due."""
-        account, generation, position = self.membership.account, step.generation, self.state.position
+        clock, generation, position = self.membership.clock, step.generation, self.state.position
         number, is_rank_0, record = generation.number, self.rank == 0, self.membership.agreed_events.record
-        first_step_s = account.step_done()
-        generation.phases.step_done(position.step)
+        first_step_s = clock.step_done(position.step)
         progress: dict[str, Any] = {
             "step": position.step,
             "epoch": step.epoch,
@@ -359,7 +358,7 @@ class Loop:
             record(skipped, is_rank_0=is_rank_0)
         if not self._is_logged(step.index):
             return {}
-        metrics, seconds = step.metrics, account.seconds() if is_rank_0 else None
+        metrics, seconds = step.metrics, clock.account.seconds() if is_rank_0 else None
         done = StepsCompleted(generation=number, **progress, metrics=metrics, account=seconds)
         record(done, is_rank_0=is_rank_0)
         counts = [len(owned) for owned in generation.strategy.ranges]

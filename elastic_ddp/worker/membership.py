@@ -20,15 +20,14 @@ from elastic_ddp.rendezvous.coordinator import PREPARE_S
 from elastic_ddp.rendezvous.hang import STORING
 from elastic_ddp.rendezvous.messages import PlannedAssignment
 from elastic_ddp.rendezvous.user_place import frames_of
-from elastic_ddp.telemetry.account import Account
 from elastic_ddp.telemetry.event import PEER_FAILED, RESUMED, RUN_ENDED, STARTED, STATE_TRANSFERRED
 from elastic_ddp.telemetry.events import GenerationEnded, GenerationStarted
 from elastic_ddp.tensors.free_memory import free_bytes
 from elastic_ddp.worker.agreed_events import AgreedEvents
+from elastic_ddp.worker.clock import WorkerClock
 from elastic_ddp.worker.collective_tasks import CollectiveTasks
 from elastic_ddp.worker.generation import Generation, feeds_of, micro_batches_of, strategy_of
 from elastic_ddp.worker.generation_inputs import GenerationInputs
-from elastic_ddp.worker.phase_clock import PhaseClock
 from elastic_ddp.worker.warmup_step import WarmupStep
 
 if TYPE_CHECKING:
@@ -98,7 +97,7 @@ class WorkerMembership:
         holds_state: whether this worker has been in a generation, so that its state counts.
         tasks: the collective tasks outside of steps.
         failures: failures of steps and of these tasks.
-        phases: measures the phases of steps.
+        clock: is told what this worker begins.
         agreed_events: records what all ranks know.
     """
 
@@ -106,10 +105,8 @@ class WorkerMembership:
         self, job: Job, client: RendezvousClient, *, state: TrainState, checkpointer: Checkpointer, device: torch.device
     ) -> None:
         self.generation: Generation | None = None
-        self.account = Account(idle_s=lambda: client.activity.idle_s)
+        self.clock = WorkerClock(client.activity, device)
         self.activity = client.activity
-        self.phases = PhaseClock(device)
-        self.activity.on_enter = self.phases.follow
         self.holds_state = False
         self.tasks, self.failures = CollectiveTasks(), ConsecutiveFailures()
         self.agreed_events = AgreedEvents(client.record)
@@ -121,12 +118,10 @@ class WorkerMembership:
             device=device,
             store=self._store,
             feeds=self._feeds,
-            activity=client.activity,
-            phases=self.phases,
+            clock=self.clock,
             restore=checkpointer.restore,
             record=client.record,
             on_forming=lambda group: client.on_failure(group.abort),
-            on_formed=lambda: self.account.formed(),
         )
         self._failure: str | None = None  # how a peer failed, until this worker has joined again
         self._preparing_since: float | None = None  # when this worker began to prepare for another generation
@@ -223,7 +218,7 @@ class WorkerMembership:
             between_steps=task is None,
             failure=failure,
             committed=self._checkpointer.durable_step,
-            account=self.account.seconds(),
+            account=self.clock.account.seconds(),
             resumable=not (self._state.is_changing or self.tasks.steps_have_ended),
             while_waiting=self._read_ahead,
         )
@@ -235,15 +230,11 @@ class WorkerMembership:
         return free // self._num_on_node if device.type == "cpu" or self._job.config.shares_gpu else free
 
     def _open(self, assignment: Assignment) -> Generation:
-        self.account.begin()
-        self.activity.enter("hand-over", self._checkpointer.worked_s)
+        self.clock.form(self._checkpointer.worked_s)
         generation = self.generation = Generation.open(self._inputs, assignment, self._num_broken)
         self._client.on_failure(generation.abort)
-        self.account.ready()
-        self.activity.enter("between steps")
-        self.phases.begin(self._state.position.step)
+        self.clock.ready(assignment.generation, self._state.position.step, generation.group.num_collectives)
         self._checkpointer.schedule.generation_formed(assignment.num_nodes)
-        self.activity.begin_generation(assignment.generation, generation.group.num_collectives)
         was_rank_0, self._was_rank_0 = self._was_rank_0, assignment.rank == 0
         self.holds_state = True
         self._num_on_node = -(-assignment.world_size // assignment.num_nodes)
@@ -313,7 +304,7 @@ class WorkerMembership:
         if self._preparing_since is None:
             self._preparing_since = time.monotonic()
         planned = self._client.planned
-        if planned is None or self.account.step_s >= LONG_STEP_S:
+        if planned is None or self.clock.account.step_s >= LONG_STEP_S:
             return True
         is_ready = self._read_ahead(planned._replace(step=steps_done))
         return is_ready or time.monotonic() - self._preparing_since >= PREPARE_S
@@ -334,7 +325,7 @@ class WorkerMembership:
                 self.join(task=name)
                 continue
             known = self.tasks.result_of_others(current)
-            self.account.mark()
+            self.clock.account.mark()
             try:
                 with self.activity.section(f"{what or repr(name)} after {step} steps"):
                     result: Result = task(self.generation) if known is None else known[0]
@@ -352,15 +343,15 @@ class WorkerMembership:
     def save(self) -> None:
         """Starts to save the state. Every rank calls it; it returns when this rank's share is copied."""
         assert self.generation is not None
-        with self.account.checkpoint(), self.activity.within(STORING, self._checkpointer.worked_s):
-            events, account = self.agreed_events.newest, self.account.seconds()
+        with self.clock.commit(self._checkpointer.worked_s):
+            events, account = self.agreed_events.newest, self.clock.account.seconds()
             self._checkpointer.save(self._state, self.generation.group, account=account, events=events)
 
     def commit(self, *, may_fail: bool = False) -> None:
         """Saves the state and waits; see `Checkpointer.wait`. On rank 0 it returns when the commit is complete."""
         assert self.generation is not None
         self.save()
-        with self.account.checkpoint(), self.activity.within(STORING, self._checkpointer.worked_s):
+        with self.clock.commit(self._checkpointer.worked_s):
             self._checkpointer.wait(self.generation.group, may_fail=may_fail)
 
     # Leaving.
@@ -368,8 +359,7 @@ class WorkerMembership:
     def peer_failed(self, failure: str, *, in_step: bool) -> None:
         """Leaves the generation, in which a peer has failed. The next `join` reports how."""
         self._failure = failure
-        self.activity.failed_at(frames_of(sys._getframe()))
-        self.account.record_failure(in_step=in_step)
+        self.clock.failed(frames_of(sys._getframe()), in_step=in_step)
         self.leave(intact=False)
 
     def leave(self, *, intact: bool, reason: str | None = None) -> None:
@@ -385,10 +375,8 @@ class WorkerMembership:
                 if not is_peer_failure(error):
                     raise
                 self._failure, intact, reason = format_exception(error), False, PEER_FAILED
-                self.account.record_detection()
-        self.account.end()
-        self.phases.end()
-        self.activity.end_generation()
+                self.clock.account.record_detection()
+        self.clock.leave()
         generation, self.generation = self.generation, None
         if generation is not None:
             if reason == PEER_FAILED:
@@ -396,7 +384,7 @@ class WorkerMembership:
             self._checkpointer.generation_ended(intact=intact)
             self._client.on_failure(None)
             if generation.group.rank == 0:
-                number, step, account = generation.number, self._state.position.step, self.account.seconds()
+                number, step, account = generation.number, self._state.position.step, self.clock.account.seconds()
                 self._client.record(GenerationEnded(generation=number, last_step=step, reason=reason, account=account))
             generation.close(intact=intact)
 

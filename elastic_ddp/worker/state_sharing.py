@@ -50,7 +50,7 @@ def _share_replica(inputs: GenerationInputs, group: ProcessGroup) -> None:
         # A new run starts from the weights of rank 0, however each rank initialized its own.
         source, receivers = 0, tuple(range(1, group.world_size))
     own = state.state_dict() if group.rank == source and receivers else None
-    received = transfer_state(own, group, source=source, receivers=receivers, tick=inputs.activity.tick)
+    received = transfer_state(own, group, source=source, receivers=receivers, tick=inputs.clock.activity.tick)
     if received is not None:
         state.load_state_dict(received)
 
@@ -70,7 +70,7 @@ def _shard_whole_state(inputs: GenerationInputs, group: ProcessGroup, strategy: 
         _load_initial_weights(state, group, layout)
         # The rest is that of rank 0, however each rank began.
         held = HeldShards.of(0, state.state_dict(), _own_shard(group), layout)
-        shared = share_plain(held, group, inputs.activity.tick, 0, 0, range(1, group.world_size))
+        shared = share_plain(held, group, inputs.clock.activity.tick, 0, 0, range(1, group.world_size))
         if group.rank:
             state.load_state_dict(replace(held, skeleton=shared.skeleton, plain=shared.plain).restored(layout))
     _mirror_shards(state, group, None, is_wanted=_has_room_for_mirrors(inputs, group, state.mirror_bytes()))
@@ -81,7 +81,7 @@ def _resume(inputs: GenerationInputs, group: ProcessGroup, make_layout: Callable
     state = inputs.state
     if (restored := inputs.restore(group, make_layout)) is None:
         return False
-    changes = state.resume(restored, inputs.activity.tick)
+    changes = state.resume(restored, inputs.clock.activity.tick)
     if changes and group.rank == 0:
         listed = [change.to_json() for change in changes]
         inputs.record(HyperparametersDiffer(step=state.position.step, changes=listed))
@@ -111,13 +111,13 @@ def _move_shards(inputs: GenerationInputs, group: ProcessGroup, strategy: Strate
     if state.finish_step is not None and step == state.position.step:
         state.drop_doubt()
     receivers = tuple(rank for rank in assignment.receivers if rank in resharding.keepers)
-    shared = share_plain(state.held or NOTHING, group, inputs.activity.tick, step, source, receivers)
+    shared = share_plain(state.held or NOTHING, group, inputs.clock.activity.tick, step, source, receivers)
     if state.finish_step is not None:
         state.settle_doubt(shared)
     state.mirror = None  # its rows are in what is held
     has_room = partial(_has_room_for_mirrors, inputs, group)
     device = device_of_shards(inputs.job.config, group.device)
-    held = move_shards(state.held or NOTHING, shared, group, device, has_room, inputs.activity.tick)
+    held = move_shards(state.held or NOTHING, shared, group, device, has_room, inputs.clock.activity.tick)
     if assignment.only_hands_over:
         state.held, state.shards = held, held.shards
         return

@@ -370,7 +370,7 @@ class Update:
         self._activity.enter("collective")
         phases: list[dict[str, Any]] = []
         if self._plan.is_logged:
-            own = generation.phases.take() if self.number == self._plan.first_update else {}
+            own = generation.clock.phases.take() if self.number == self._plan.first_update else {}
             phases = self._logged.gather(generation.group, rows, strategy.ranges, own)
         total_norm = generation.group.synchronize(norm)  # the only wait for the end of the backward
         if self._verification is not None:  # first, because a device that is at fault may compute a NaN

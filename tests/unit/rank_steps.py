@@ -13,12 +13,11 @@ from elastic_ddp.data.order import EpochShape
 from elastic_ddp.distributed.buffer_sync import StepBuffers
 from elastic_ddp.distributed.prepared_model import PreparedModel
 from elastic_ddp.distributed.process_group import ProcessGroup
-from elastic_ddp.rendezvous.hang import Activity
 from elastic_ddp.telemetry.events import PhasesMeasured
 from elastic_ddp.telemetry.phases import combine
+from elastic_ddp.worker.clock import WorkerClock
 from elastic_ddp.worker.generation import Generation, strategy_of
 from elastic_ddp.worker.loss_scale import LossScale
-from elastic_ddp.worker.phase_clock import PhaseClock
 from elastic_ddp.worker.step import Step
 from elastic_ddp.worker.train_state import TrainState
 from tests.unit.single_worker import CPU, fake_feed
@@ -61,9 +60,8 @@ def run_steps(
     optimizer = torch.optim.AdamW(module.parameters(), lr=0.05)
     state.add_optimizer(optimizer)
     state.add_scheduler(torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5))
-    phases, activity = PhaseClock(CPU), Activity()
-    activity.on_enter = phases.follow
-    strategy = strategy_of(config)(prepared, config, group, phases.enter)
+    clock = WorkerClock()
+    strategy = strategy_of(config)(prepared, config, group, clock.phases.enter)
     strategy.shard(state.optimizers)
     state.layout = strategy.layout(state.optimizers)
     shape = EpochShape(num_rows, config.num_micro_batches, config.micro_batch_size)
@@ -77,25 +75,22 @@ def run_steps(
         feeds=FeedCache(lambda micro_batches, step, before_reading: feed),
         seed=config.seed,
         clip_grad_norm=config.clip_grad_norm,
-        activity=activity,
-        phases=phases,
+        clock=clock,
         on_nonfinite=config.on_nonfinite,
     )
     returned, losses = [], []
     counts = [len(owned) for owned in strategy.ranges]
     assert config.steps
-    phases.begin(0)
+    clock.phases.begin(0)
     for index in range(config.steps):
         step = Step(generation, shape.rows(index), shape.epoch_of(index), dict, is_logged=True)
         with step:
             returned.append(body(step, module))
         losses.append(step.loss)
-        if (
-            measured is not None
-            and (event := combine(step.outcome.phases, generation=1, micro_batches=counts)) is not None
-        ):
+        event = combine(step.outcome.phases, generation=1, micro_batches=counts)
+        if measured is not None and event is not None:
             measured.append(event)
-        phases.step_done(index + 1)
+        clock.phases.step_done(index + 1)
     result = {
         "returned": returned,
         "losses": losses,

@@ -151,7 +151,7 @@ def test_work_in_a_long_wait_is_at_most_a_typical_step() -> None:
 
 def test_a_first_step_that_waits_for_a_failed_peer_counts_as_detection(new_run: NewRun) -> None:
     run, now = new_run(), 1000.0
-    run._loop.membership.account._clock = lambda: now
+    run._loop.membership.clock.account._clock = lambda: now
     run._loop.membership.activity._clock = lambda: now
     model = prepared(run)
     for step in run.steps():

@@ -21,7 +21,6 @@ from elastic_ddp.distributed.prepared_model import PreparedModel, unit_predicate
 from elastic_ddp.distributed.process_group import ProcessGroup
 from elastic_ddp.distributed.strategy import Strategy
 from elastic_ddp.errors import ConfigError
-from elastic_ddp.rendezvous.hang import Activity
 from elastic_ddp.tensors.state_tree import gather_full
 from elastic_ddp.worker.generation import Generation, strategy_of
 from elastic_ddp.worker.step import Step
@@ -201,7 +200,7 @@ def _leaves_early(group: ProcessGroup) -> str:
     feed = fake_feed(EpochShape(9, M, SIZE), strategy.micro_batches)
     feeds = FeedCache(lambda owned, step, after: feed)
     buffers = StepBuffers(state.module)
-    generation = Generation(group, state, strategy, buffers, feed, feeds, 0, None, activity=Activity())
+    generation = Generation(group, state, strategy, buffers, feed, feeds, 0, None)
     step = Step(generation, rows, 0, dict)
     try:
         with step:

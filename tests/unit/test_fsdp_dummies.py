@@ -14,7 +14,6 @@ from elastic_ddp.data.feed_cache import FeedCache
 from elastic_ddp.data.order import EpochShape
 from elastic_ddp.distributed.buffer_sync import StepBuffers
 from elastic_ddp.distributed.process_group import ProcessGroup
-from elastic_ddp.rendezvous.hang import Activity
 from elastic_ddp.tensors.state_tree import gather_full
 from elastic_ddp.worker.evaluation import evaluate
 from elastic_ddp.worker.generation import Generation, strategy_of
@@ -58,7 +57,7 @@ def _after_a_step(group: ProcessGroup) -> list[tuple[list[float], float]]:
         feed = fake_feed(EpochShape(M * SIZE, M, SIZE), strategy.micro_batches)
         feeds = FeedCache(lambda owned, step, after: feed)  # noqa: B023
         buffers = StepBuffers(state.module)
-        generation = Generation(group, state, strategy, buffers, feed, feeds, 0, None, activity=Activity())
+        generation = Generation(group, state, strategy, buffers, feed, feeds, 0, None)
         votes = dict.fromkeys(("commit", "saving", "stop", "reconfigure"), False)
         with Step(generation, np.full(M, SIZE), 0, lambda: votes) as step:  # noqa: B023
             for batch in step.micro_batches():

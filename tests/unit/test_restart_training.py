@@ -100,7 +100,7 @@ def test_a_running_save_ends_before_the_training_function_restarts(
 def test_the_time_of_a_restart_does_not_belong_to_the_generation_before(new_run: NewRun, why: str) -> None:
     """The rendezvous keeps the longest account, and would count it as useful time."""
     run, now, accounts = new_run(), 1000.0, []
-    run._loop.membership.account = Account(clock=lambda: now)
+    run._loop.membership.clock.account = Account(clock=lambda: now)
     client = client_of(run)
     join = client.join
 

@@ -19,7 +19,6 @@ from elastic_ddp.distributed.prepared_model import PreparedModel
 from elastic_ddp.distributed.process_group import ProcessGroup
 from elastic_ddp.distributed.state_transfer import check_same_model
 from elastic_ddp.errors import ConfigError
-from elastic_ddp.rendezvous.hang import Activity
 from elastic_ddp.worker.generation import Generation, strategy_of
 from elastic_ddp.worker.step import Step
 from elastic_ddp.worker.train_state import TrainState
@@ -202,7 +201,6 @@ def train(
         feeds=FeedCache(lambda micro_batches, step, before_reading: feed),
         seed=config.seed,
         clip_grad_norm=config.clip_grad_norm,
-        activity=Activity(),
     )
     losses, gathered = [], []
     assert config.steps

@@ -354,7 +354,7 @@ def test_code_between_the_last_micro_batch_and_optimize_does_not_wait_for_data(
             compute_gradients(step, model)
             now[0] += 5.0
             if step.index == 3:
-                taken = step.generation.phases.take()
+                taken = step.generation.clock.phases.take()
                 assert taken["num_steps"] == 1, "the first two steps are not measured, and this one is not done"
                 assert (taken["phases"]["data"], taken["phases"]["other"]) == (0.0, 5.0)
             step.optimize()

@@ -20,7 +20,6 @@ from elastic_ddp.distributed.ddp import DDPStrategy
 from elastic_ddp.distributed.prepared_model import PreparedModel
 from elastic_ddp.distributed.process_group import ProcessGroup
 from elastic_ddp.errors import ConfigError
-from elastic_ddp.rendezvous.hang import Activity
 from elastic_ddp.tensors.state_tree import weights_sha256
 from elastic_ddp.worker.generation import Generation
 from elastic_ddp.worker.membership import RestartTraining
@@ -109,7 +108,6 @@ def train_on(group: ProcessGroup, name: str) -> tuple[str, dict[str, list[float]
         seed=0,
         clip_grad_norm=None,
         on_nonfinite="stop",
-        activity=Activity(),
     )
     for index in range(6):
         step = Step(generation, shape.rows(index), shape.epoch_of(index), dict)
