@@ -5,17 +5,13 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from elastic_ddp.distributed.process_group import is_peer_failure
 from elastic_ddp.errors import (
     CheckpointError,
     ConfigError,
-    CorruptionError,
-    PeerFailedError,
     ReplicasDifferError,
-    WorkerAtFaultError,
     format_exception,
 )
 from elastic_ddp.rendezvous.client import RendezvousClient, RunStopped
@@ -23,13 +19,11 @@ from elastic_ddp.rendezvous.hang import STORING
 from elastic_ddp.seeding import seed_all
 from elastic_ddp.telemetry.event import MEMBERSHIP_CHANGED, STEP_REPEATS
 from elastic_ddp.telemetry.events import (
-    CorruptionFound,
     EvaluationFinished,
     EvaluationStarted,
     FirstStep,
     StepsCompleted,
     StepSkipped,
-    StepVerified,
     Warned,
 )
 from elastic_ddp.telemetry.phases import combine
@@ -44,33 +38,17 @@ from elastic_ddp.worker.profiling import MEMBERSHIP_CHANGES, StepProfiler
 from elastic_ddp.worker.state_checks import warn_about_batch_norm, warn_about_mirrors, warn_about_schedulers
 from elastic_ddp.worker.step import Step
 from elastic_ddp.worker.train_state import TrainState
-from elastic_ddp.worker.verdict import Verdict
-from elastic_ddp.worker.verification import Dispute, Verification
+from elastic_ddp.worker.verified_steps import VerifiedSteps
 from elastic_ddp.worker.warmup_step import WarmupStep
 
 if TYPE_CHECKING:
     import torch
 
-    from elastic_ddp.distributed.strategy import Strategy
 
 _OF_DETAIL = (
     "TORCH_DISTRIBUTED_DEBUG=DETAIL acts as INFO: with DETAIL, torch's DDP crashes on gloo, and process groups have no "
     "timeouts. Ranks at different places of the program end a run without it, with an error that names the places."
 )
-
-
-class _LastStep(NamedTuple):
-    """What decides whether the next step is verified. Without the step, which would keep its process group alive."""
-
-    generation: int = 0
-    dispute: Dispute | None = None
-    request: int = 0
-    """Number of the request for a verified step that the next one answers; 0 for none."""
-
-
-_NO_STEP = _LastStep()
-_OF_COMMIT = -1
-"""In place of a request's number: a commit has found that ranks differ, and a verified step finds the rank at fault."""
 
 
 class Loop:
@@ -85,7 +63,7 @@ class Loop:
         self._step: Step | None = None
         self._warmup: WarmupStep | None = None
         self._mirror_warning: str | None = None
-        self._last, self._answering, self._answered = _NO_STEP, 0, 0  # requests for verified steps
+        self._verified = VerifiedSteps(job, client, self.state, self.checkpointer, self.membership)
 
     @property
     def has_begun(self) -> bool:
@@ -111,8 +89,9 @@ class Loop:
         self.profiler.interrupt(MEMBERSHIP_CHANGES)
         self.membership.shut_down(save_within_s=math.inf)
         self.checkpointer.restart()
-        self.state, self._step, self._warmup, self._last = self._new_state(), None, None, _NO_STEP
+        self.state, self._step, self._warmup = self._new_state(), None, None
         self.membership.restart(self.state)
+        self._verified.restart(self.state)
 
     def _new_state(self) -> TrainState:
         loss_scale = LossScale() if self.job.config.precision == "fp16" else None
@@ -146,14 +125,12 @@ class Loop:
             self.client.activity.begin(f"the code before step {index}", is_users=True)
             seed_all(self.job.config.seed, index, "begin")
             rows, epoch, is_logged = shape.rows(index), shape.epoch_of(index), self._is_logged(index)
-            request, options = self._verification_of(generation, index)
-            self._answering = request
-            self._step = Step(generation, rows, epoch, self._votes, is_logged=is_logged, **options)
+            verify = self._verified.begin_step(generation, index)
+            self._step = Step(generation, rows, epoch, self._votes, is_logged=is_logged, begin_verification=verify)
             yield self._step
             step, self._step = self._step, None
             outcome = step.outcome
-            voted = 0 if outcome.agreed is None else outcome.agreed.votes["verify"]
-            self._last = _LastStep(generation.number, outcome.dispute, voted if outcome.dispute is None else request)
+            self._verified.end_step(generation, outcome)
             if outcome.dispute is not None:
                 membership.leave(intact=True, reason=STEP_REPEATS)
                 continue
@@ -168,91 +145,6 @@ class Loop:
             membership.failures.record(step.index, f"step {step.index}", failure)
             if membership.generation is generation or self.state.is_torn:  # not if an evaluation has joined another one
                 membership.peer_failed(failure, in_step=True)
-
-    def _verification_of(self, generation: Generation, index: int) -> tuple[int, dict[str, Any]]:
-        """Returns what a step needs to be verified, nothing for other steps, and which request it answers.
-
-        All ranks decide alike.
-
-        The first step of each generation is verified, too: a device that has joined may compute other bits. So is the
-        step after one in which rank 0 voted for it.
-        """
-        config, place, number = self.job.config, generation.group.assignment, generation.number
-        last, self._last, every = self._last, _NO_STEP, config.verify.every_steps
-        dispute = last.dispute if place.same_members else None
-        request = last.request if dispute is not None or last.generation == number else 0
-        # Of the same members, some may have a dispute, and others have failed before they knew of it.
-        is_first = last.generation != number
-        is_due = bool(every and ((index + 1) % every == 0 or is_first)) or dispute is not None or request
-        # With fp16, the weights of the run's first micro-batch decide what all losses are divided by.
-        if not is_due or not self._has_equal_bits or (self.state.loss_scale is not None and index == 0):
-            return 0, {}
-
-        def begin(strategy: Strategy, update: int) -> Verification:
-            count = (index + 1) // every if every else index
-            node, verified = self.client.member.node, self.checkpointer.verified_step
-            disputed = dispute if dispute is not None and dispute.update == update else None
-            return Verification.begin(generation.group, strategy, node, count, disputed, verified, update)
-
-        act_on = partial(self._act_on, generation, index, request)
-        return request, {"begin_verification": begin, "act_on": act_on}
-
-    @property
-    def _has_equal_bits(self) -> bool:
-        """Whether other ranks compute the same bits of a micro-batch, so that they can verify it."""
-        return (self.job.config.strategy, self.job.config.reduction) == ("ddp", "canonical") and self.world_size > 1
-
-    @property
-    def _must_find_rank_at_fault(self) -> bool:
-        """Whether a commit has found that ranks differ, and the run is to go on without the one at fault. On rank 0."""
-        goes_on = self.job.config.verify.action in ("drain", "rollback") and self._has_equal_bits
-        return goes_on and self.checkpointer.replicas_differ
-
-    def _act_on(
-        self, generation: Generation, index: int, request: int, verdict: Verdict, verification: Verification
-    ) -> None:
-        """Reports the verdict on a step, before the step changes anything, and does what `verify.action` says."""
-        answered = request if request > 0 else None
-        self._answered = max(self._answered, request)
-        action, record = self.job.config.verify.action, self.membership.agreed_events.record
-        self.checkpointer.verified_step = verification.verified
-        if request == _OF_COMMIT:
-            self.checkpointer.forget_outcome()
-        if verdict.is_clean:
-            # The state as the step began is that of all ranks. Its optimizer may still go wrong on one.
-            return self._verified(generation, index, len(verification.checks), answered)
-        found = CorruptionFound(
-            generation=generation.number,
-            step=index,
-            text=verdict.text,
-            rank=verdict.at_fault,
-            node=None if verdict.at_fault is None else verification.nodes[verdict.at_fault],
-            suspects=list(verdict.suspects),
-            action=action,
-            request=answered,
-        )
-        record(found, is_rank_0=self.rank == 0)
-        if action == "warn":
-            return
-        if action == "stop" or verdict.at_fault is None:
-            raise CorruptionError(
-                f"step {index}: {verdict.text}. The step was not applied, and verify.action = {action!r} ends the run"
-                f"{'' if action == 'stop' else ', because no single worker is at fault'}. Test the devices, and run "
-                'the same command again without a faulty node; verify.action = "warn" goes on.'
-            )
-        if verdict.at_fault == self.rank:
-            self.client.exclude(self.job.config.drain_deadline_s)
-            raise WorkerAtFaultError(verdict.text)
-        if action == "rollback":
-            self.state.is_torn = True  # so that the ranks restart from a commit
-            self.checkpointer.roll_back_to = self.checkpointer.verified_step or 0
-        raise PeerFailedError(f"{verdict.text}, and leaves")
-
-    def _verified(self, generation: Generation, step: int, num_checks: int, request: int | None = None) -> None:
-        """Records that all ranks hold the same state after a number of steps, and computed the same bits from it."""
-        self.checkpointer.verified_step = step
-        done = StepVerified(generation=generation.number, step=step, micro_batches=num_checks, request=request)
-        self.membership.agreed_events.record(done, is_rank_0=self.rank == 0)
 
     def _warn(self) -> None:
         """Rank 0 reports problems that it expects later in the run, most in the first generation of the session."""
@@ -281,12 +173,10 @@ class Loop:
         profile = 0 if generation is None else self.profiler.vote(generation.number, self.rank)
         votes = {"reconfigure": reconfigure, "saving": self.checkpointer.is_saving, "profile": profile}
         if self.rank == 0:
-            differ = self._must_find_rank_at_fault
+            differ = self._verified.must_find_rank_at_fault
             votes["commit"] = not differ and self.checkpointer.schedule.should_commit(steps_done)
             votes["stop"] = self.client.stop_requested
-            requested = _OF_COMMIT if differ else self.client.verify_requested
-            is_answered = requested == self._answering or 0 < requested <= self._answered
-            votes["verify"] = 0 if is_answered else requested
+            votes["verify"] = self._verified.vote()
         return votes
 
     def _end_step(self, step: Step, *, more_steps: bool = True) -> str | None:
@@ -320,8 +210,8 @@ class Loop:
         every = self.job.config.verify.every_steps
         is_verified = bool(every and steps_done % every == 0)
         if step.generation.compare_mirrors(is_wanted=bool(votes["commit"]) or is_verified) and is_verified:
-            self._verified(step.generation, steps_done, num_checks=0)
-        if is_rank_0 and not self._must_find_rank_at_fault:
+            self._verified.record(step.generation, steps_done, num_checks=0)
+        if is_rank_0 and not self._verified.must_find_rank_at_fault:
             self.checkpointer.check()
         if votes["stop"]:
             self._commit_final_state(step.generation)

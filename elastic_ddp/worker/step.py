@@ -20,7 +20,6 @@ from elastic_ddp.worker.logged_values import Means
 from elastic_ddp.worker.outcome import FirstError, Outcome, caught_error
 from elastic_ddp.worker.saved_parameters import SavedParameters
 from elastic_ddp.worker.update import StepPlan, Update, name_of, only_trained
-from elastic_ddp.worker.verdict import Verdict
 from elastic_ddp.worker.verification import Verification
 
 if TYPE_CHECKING:
@@ -63,7 +62,6 @@ class Step:
         *,
         is_logged: bool = False,
         begin_verification: Callable[[Strategy, int], Verification] | None = None,
-        act_on: Callable[[Verdict, Verification], None] = lambda verdict, verification: None,
     ) -> None:
         self.generation = generation
         self._state = generation.state
@@ -79,7 +77,6 @@ class Step:
             votes=votes,
             is_logged=is_logged,
             begin_verification=begin_verification,
-            act_on=act_on,
             before_change=self._put_back,
             first_error=self._first_error,
         )

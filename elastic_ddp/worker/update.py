@@ -26,7 +26,6 @@ from elastic_ddp.worker.loss_scale import LossScale
 from elastic_ddp.worker.loss_weight import check_weight, unit_of
 from elastic_ddp.worker.nonfinite import reason_to_skip, rows_of
 from elastic_ddp.worker.outcome import FirstError, Outcome
-from elastic_ddp.worker.verdict import Verdict
 from elastic_ddp.worker.verification import Verification
 
 if TYPE_CHECKING:
@@ -48,7 +47,6 @@ class StepPlan:
         is_logged: whether the values of the step are gathered.
         begin_verification: begins to verify an update, given its strategy and its number; None if the step is not
             verified.
-        act_on: does what follows from the verdict on an update.
         before_change: called before optimizers step, with whether they are skipped.
         first_error: the first error of the step.
     """
@@ -60,7 +58,6 @@ class StepPlan:
     votes: Callable[[], dict[str, int]]
     is_logged: bool
     begin_verification: Callable[[Strategy, int], Verification] | None
-    act_on: Callable[[Verdict, Verification], None]
     before_change: Callable[[bool], None]
     first_error: FirstError
 
@@ -374,8 +371,7 @@ class Update:
             phases = self._logged.gather(generation.group, rows, strategy.ranges, own)
         total_norm = generation.group.synchronize(norm)  # the only wait for the end of the backward
         if self._verification is not None:  # first, because a device that is at fault may compute a NaN
-            verdict = self._verification.conclude(state.replicated(), list(strategy.trained))
-            self._plan.act_on(verdict, self._verification)
+            self._verification.conclude(state.replicated(), list(strategy.trained))
         skip_reason = self._find_reason_to_skip(agreed, total_norm)
         if skip_reason is None:
             generation.mirror_gradients()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import platform
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -59,6 +59,7 @@ class Verification:
         verified: steps done in the newest verified state, after `conclude` as any rank knows it; None if there is none.
         dispute: set if the step is repeated to find the rank at fault.
         update: the number of the update, if the step has several.
+        act_on: called by `conclude` with the verdict. May raise.
     """
 
     group: ProcessGroup
@@ -68,6 +69,7 @@ class Verification:
     dispute: Dispute | None = None
     verified: int | None = None
     update: int = 0
+    act_on: Callable[[Verdict, Verification], None] = lambda verdict, verification: None
     nodes: tuple[str, ...] = ()
     _digests: dict[int, list[torch.Tensor]] = field(default_factory=dict)
     _kept: dict[int, tuple[list[int], np.ndarray]] = field(default_factory=dict)
@@ -83,15 +85,13 @@ class Verification:
         dispute: Dispute | None,
         verified: int | None,
         update: int = 0,
+        act_on: Callable[[Verdict, Verification], None] = lambda verdict, verification: None,
     ) -> Verification:
-        """Begins a verified step, after `Strategy.begin_step`; `number` counts verified steps.
-
-        `update` is the number of the update that is verified, if the step has several.
-        """
+        """Begins a verified step, after `Strategy.begin_step`; `number` counts verified steps."""
         owned = [[m for m in owned if m < strategy.num_leaves] for owned in strategy.ranges]
         offset = group.assignment.mirror_offset
         checks = plan_checks(number, owned, offset) if dispute is None else dispute.checks
-        verification = cls(group, strategy, node, checks, dispute, verified, update)
+        verification = cls(group, strategy, node, checks, dispute, verified, update, act_on)
         own = [check.micro_batch for check in checks if check.owner == group.rank]
         strategy.watch(own, verification.record)
         return verification
@@ -139,8 +139,8 @@ class Verification:
         """Records the digests of a micro-batch's gradient, of each trained parameter."""
         self._digests.setdefault(micro_batch, []).append(digests)
 
-    def conclude(self, state: Mapping[str, torch.Tensor], names: Sequence[str]) -> Verdict:
-        """Returns what all ranks conclude, alike on all. Collective.
+    def conclude(self, state: Mapping[str, torch.Tensor], names: Sequence[str]) -> None:
+        """Acts on what all ranks conclude, alike on all. Collective.
 
         Raises:
             StepDisputedError: ranks computed different bits. The step must be repeated to find the rank at fault.
@@ -164,7 +164,7 @@ class Verification:
                 for check in verdict.disputed
             }
             raise StepDisputedError(Dispute(verdict.disputed, found, self.update))
-        return replace(verdict, text=verdict.text + _places(verdict, reports))
+        self.act_on(replace(verdict, text=verdict.text + _places(verdict, reports)), self)
 
 
 def _places(verdict: Verdict, reports: Sequence[Report]) -> str:
