@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import gc
 import os
-import sys
 import traceback
 from bdb import BdbQuit
-from collections.abc import AsyncGenerator, Callable, Coroutine, Generator
+from collections.abc import AsyncGenerator, Coroutine, Generator
 from typing import Any
 
 import ray
@@ -138,7 +137,7 @@ def _train(loop: Loop, context: WorkerContext) -> tuple[Outcome | None, str | No
         while True:
             seed_all(config.seed, "init")
             try:
-                return _finish(loop, _call(job.train, Run(loop))), None
+                return _finish(loop, job.train(Run(loop))), None
             except RestartTraining:
                 pass  # what follows is outside of this block: the traceback keeps what the function has built
             loop.restart()
@@ -184,26 +183,6 @@ def _finish(loop: Loop, result: object) -> Outcome:
         )
     done = loop.finish()
     return {"status": "left" if done["steps"] < done["total_steps"] else "finished", **done}
-
-
-def _call(train: Callable[[Run], Any], run: Run) -> Any:
-    """Calls the training function. A process that it forked and that leaves it exits here: it is not the worker."""
-    pid, code, result = os.getpid(), 0, None
-    try:
-        result = train(run)
-    except BaseException as error:
-        if os.getpid() == pid:
-            raise
-        code = 1
-        if isinstance(error, SystemExit):
-            code = error.code if isinstance(error.code, int) else int(error.code is not None)
-        else:
-            traceback.print_exc()
-    if os.getpid() != pid:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
-    return result
 
 
 def _end_of(error: BaseException, loop: Loop) -> tuple[Outcome | None, str | None]:

@@ -15,7 +15,6 @@ import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -288,28 +287,6 @@ def test_a_restart_of_the_training_function_frees_what_it_had_built(
         assert outcome_of(train)["status"] == "finished" and len(built) == 4
     finally:
         gc.enable()
-
-
-@pytest.mark.parametrize(("leave", "code"), [(sys.exit, 0), (partial(sys.exit, 3), 3), (dict, 0), ({}.popitem, 1)])
-def test_a_process_that_the_training_function_forks_does_not_report_for_the_worker(
-    outcome_of: Callable[[Train], dict[str, Any]], leave: Callable[[], Any], code: int
-) -> None:
-    codes: list[int] = []
-
-    def train(run: Run) -> Any:
-        model = prepared(run)
-        for step in run.steps():
-            with step:
-                compute_gradients(step, model)
-                step.optimize()
-                if codes:
-                    continue
-                if not (pid := os.fork()):
-                    return leave()
-                codes.append(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
-
-    assert outcome_of(train)["status"] == "finished"
-    assert codes == [code]
 
 
 def test_a_worker_whose_training_function_raises_a_peer_failure_is_replaced(
