@@ -98,7 +98,7 @@ def cpu_of_imports(spans: Iterable[Span]) -> dict[str, float]:
 def parts_of_start(spans: list[Span], events: list[Event], at: float) -> dict[str, tuple[float, float]]:
     """Returns the start and the end of each part from the command to the end of the first step."""
     reading = [span.end for span in spans if span.role == "reader" and span.name == "_begin_task"]
-    formed = next(event.at for event in events if event.event == "generation") - at
+    formed = next(event.at for event in events if event.event == "generation_started") - at
     first_step = next(event.at for event in events if event.event == "first_step") - at
     return {
         "driver: Python, and the program's import of torch": (0.0, part(spans, "driver", "import torch")[1]),
@@ -185,7 +185,7 @@ def measure_start(folder: Path, **options: int) -> dict[str, Any]:
     ended, events = time.time(), run.events()
     spans = read_spans(run.trace, run.began)
     parts = parts_of_start(spans, events, run.began)
-    last_step = max(event.at for event in events if event.event == "steps")
+    last_step = max(event.at for event in events if event.event == "steps_completed")
     return {
         "parts": parts,
         "cpu_s_of_imports": cpu_of_imports(spans),
@@ -200,13 +200,13 @@ def measure_replacement(folder: Path, **options: int) -> dict[str, Any]:
     """Kills a worker. Returns the parts of its replacement, and the seconds until the run has all workers again."""
     run = Run(folder, steps=MANY_STEPS, **options)
     try:
-        events = run.wait(lambda events: any(event.event == "steps" and event.step > STEPS for event in events))
-        victim = next(event for event in events if event.event == "rendezvous").members[-1]["pid"]
+        events = run.wait(lambda events: any(e.event == "steps_completed" and e.step > STEPS for e in events))
+        victim = next(event for event in events if event.event == "generation_formed").members[-1]["pid"]
         at = time.time()
         os.kill(victim, signal.SIGKILL)
 
         def is_whole(events: list[Event]) -> bool:
-            sizes = [event.world_size for event in events if event.event == "generation" and event.at > at]
+            sizes = [event.world_size for event in events if event.event == "generation_started" and event.at > at]
             return bool(sizes) and sizes[-1] == options["workers"]
 
         events = [event for event in run.wait(is_whole) if (event.at or 0) > at]
@@ -215,8 +215,8 @@ def measure_replacement(folder: Path, **options: int) -> dict[str, Any]:
     spans = read_spans(run.trace, at)
     new = {span.pid for span in spans if span.role == "worker" and span.name == "process" and span.start > 0}
     spans = [span for span in spans if span.pid in new]
-    detected = next(event.at for event in events if event.event == "worker_lost") - at
-    joined = [event.at for event in events if event.event == "generation"][-1] - at
+    detected = next(event.at for event in events if event.event == "worker_failed") - at
+    joined = [event.at for event in events if event.event == "generation_started"][-1] - at
     requested, ready = part(spans, "worker", "process")[0], part(spans, "worker", "_train", "WorkerMembership.join")[1]
     return {
         "parts": {

@@ -67,7 +67,7 @@ def wait_for_step(folder: Path, step: int) -> list[Any]:
     """Waits until the run with failures has done `step` steps. Returns the events of its ledger."""
     while True:
         events = read_ledger(Storage(str(folder / "runs" / "with-failures")))
-        if any(event.event == "steps" and event.step >= step for event in events):
+        if any(event.event == "steps_completed" and event.step >= step for event in events):
             return events
         time.sleep(0.1)
 
@@ -83,7 +83,7 @@ def main(folder: Path) -> None:
     with driver(folder, "without-failures", 1) as process:
         assert process.wait() == 0
     with driver(folder, "with-failures", 2):
-        members = [event for event in wait_for_step(folder, 130) if event.event == "rendezvous"][-1].members
+        members = [event for event in wait_for_step(folder, 130) if event.event == "generation_formed"][-1].members
         os.kill(members[0]["pid"], signal.SIGKILL)
         wait_for_step(folder, 260)
     with driver(folder, "with-failures", 3) as process:

@@ -308,7 +308,7 @@ def generations(run: Workers) -> list[tuple[int, int]]:
 
 
 def steps_of_commits(run: Workers) -> list[int]:
-    commits: list[Any] = run.rendezvous.events("commit")
+    commits: list[Any] = run.rendezvous.events("commit_succeeded")
     return [commit.step for commit in commits]
 
 

@@ -207,13 +207,14 @@ class Workers:
 
     def started(self) -> list[events.GenerationStarted]:
         """Returns the events of the generations that started, without those that only made the last commit."""
-        return [event for event in self.rendezvous.events("generation") if isinstance(event, events.GenerationStarted)]
+        started = self.rendezvous.events("generation_started")
+        return [event for event in started if isinstance(event, events.GenerationStarted)]
 
     def stalls(self) -> list[float]:
         """Returns, for each failure, the seconds from its detection to the first step of the next generation."""
         firsts = {event.generation: event.at for event in self.rendezvous.events("first_step")}
         formed = {event.generation: event for event in self.started()}
-        lost = {event.generation: event.time or event.at for event in self.rendezvous.events("worker_lost")}
+        lost = {event.generation: event.time or event.at for event in self.rendezvous.events("worker_failed")}
         return [
             round(first - lost[number - 1], 2)
             for number, first in firsts.items()

@@ -81,6 +81,6 @@ def measure(storage: str, *, rounds: int) -> dict[str, Any]:
     return {
         "without": rates[False],
         "with": rates[True],
-        "commits": sum(event.event == "commit" for event in events),
-        "left_out": sum(event.event == "commit_left_out" for event in events),
+        "commits": sum(event.event == "commit_succeeded" for event in events),
+        "left_out": sum(event.event == "commit_skipped" for event in events),
     }

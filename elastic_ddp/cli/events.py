@@ -21,7 +21,7 @@ _MAX_TEXT = 120
 def events(
     run: RecordedRun,
     kind: Annotated[
-        list[str] | None, typer.Option(help="Print events of this kind only, such as commit. May be repeated.")
+        list[str] | None, typer.Option(help="Print events of this kind only, such as worker_failed. May be repeated.")
     ] = None,
     follow: Annotated[bool, typer.Option("--follow", help="Print new events as well, until the driver ends.")] = False,
     last: Annotated[
@@ -68,7 +68,7 @@ def _entry(event: Event) -> dict[str, Any]:
 def _line(event: Event, session: int) -> str:
     when = datetime.fromtimestamp(event.moment).astimezone().isoformat(timespec="seconds")
     fields = {name: value for name, value in event.to_json().items() if name not in ("event", "at")}
-    return f"{when}  {session}  {event.event:<16}  {' '.join(_texts(fields))}".rstrip()
+    return f"{when}  {session}  {event.event:<20}  {' '.join(_texts(fields))}".rstrip()
 
 
 def _texts(fields: Mapping[str, Any]) -> Iterator[str]:

@@ -64,8 +64,8 @@ class RunHandle:
             - `draining`: ids of nodes that are being drained.
             - `last_commit`: steps done in the newest commit.
             - `last_worker_failure`: `time` and `error` of the last worker failure.
-            - `phases`: the ledger's `phases` event, averaged over the newest steps of the current generation: 30 s,
-              and at least 20 steps if it has them.
+            - `phases`: the ledger's `phases_measured` event, averaged over the newest steps of the current generation:
+              30 s, and at least 20 steps if it has them.
             - `bottleneck`: what bounds these steps, as `kind` (`data`, `communication`, `compute`, `other`, `slow rank`
               or `slow node`), `reason` and `advice`, and the slow `ranks` or `node`; None for fewer than 20 steps.
             - `driver`: `host` and `pid` of the driver, the `uri` of the run's folder, and the id of the `job` of Ray

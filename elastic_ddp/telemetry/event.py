@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
@@ -29,11 +30,11 @@ Account = Mapping[str, float]
 class Event:
     """What all events have in common. A field that is added to an event later needs a default.
 
-    A subclass is a frozen dataclass. The class argument `event` names the event.
+    A subclass is a frozen dataclass. Its name in snake case is the event's name; classes of this module are only bases.
     """
 
     event: ClassVar[str]
-    """Name of the event."""
+    """Name of the event, such as `run_finished`."""
     at: float | None = None
     """When it happened, by the clock of the driver's machine; null for events of the driver itself."""
     time: float = 0.0
@@ -48,10 +49,10 @@ class Event:
         """When it happened: at the latest when the driver appended it, also if the clock was set back meanwhile."""
         return self.time if self.at is None else min(self.at, self.time)
 
-    def __init_subclass__(cls, event: str | None = None) -> None:
-        if event is not None:
-            cls.event = event
-            EVENTS[event] = cls
+    def __init_subclass__(cls) -> None:
+        if cls.__module__ != __name__:
+            cls.event = re.sub(r"\B(?=[A-Z])", "_", cls.__name__).lower()
+            EVENTS[cls.event] = cls
         dataclass(frozen=True, kw_only=True)(cls)
 
     def to_json(self) -> dict[str, Any]:

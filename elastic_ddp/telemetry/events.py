@@ -14,7 +14,7 @@ from typing import Any
 from elastic_ddp.telemetry.event import Account, AgreedEvent, Event, GenerationEvent, TrainingEvent
 
 
-class SessionStarted(Event, event="session_started"):
+class SessionStarted(Event):
     """The driver has started, or resumed, the run. `at` is when `fit` was called."""
 
     resumed_from_step: int | None = None
@@ -27,12 +27,12 @@ class SessionStarted(Event, event="session_started"):
     """Versions of Python, elastic-ddp, torch, ray and pyarrow in the driver."""
 
 
-class SessionEnded(Event, event="session_ended"):
+class SessionEnded(Event):
     """All workers of the session have exited, and the driver closes the ledger."""
 
 
-class RunFailed(Event, event="failed"):
-    """The session ends with an error; a `finished` event follows."""
+class RunFailed(Event):
+    """The session ends with an error; a `run_finished` event follows."""
 
     error: str
     """The error message, with a traceback for errors of the training function."""
@@ -40,7 +40,7 @@ class RunFailed(Event, event="failed"):
     """Class name of the error that `fit` raises, such as `TrainFunctionError`."""
 
 
-class RunFinished(Event, event="finished"):
+class RunFinished(Event):
     """The session ends, whatever its outcome."""
 
     status: str
@@ -60,12 +60,12 @@ class RunFinished(Event, event="finished"):
     metrics: Mapping[str, Any] | None = None
     """Last values of metrics, by name."""
     error: str | None = None
-    """As in `failed`."""
+    """As in `run_failed`."""
     kind: str | None = None
-    """As in `failed`."""
+    """As in `run_failed`."""
 
 
-class GenerationFormed(GenerationEvent, event="rendezvous"):
+class GenerationFormed(GenerationEvent):
     """The rendezvous has formed a generation and assigned its ranks."""
 
     world_size: int
@@ -85,7 +85,7 @@ class GenerationFormed(GenerationEvent, event="rendezvous"):
     sharding."""
 
 
-class GenerationStarted(TrainingEvent, event="generation"):
+class GenerationStarted(TrainingEvent):
     """All ranks have the state and the process group, and training starts. Rank 0 reports it."""
 
     world_size: int
@@ -93,17 +93,17 @@ class GenerationStarted(TrainingEvent, event="generation"):
     first_step: int
     """Steps done in the state it starts from."""
     reason: str
-    """As in `rendezvous`, or `resume` when the state comes from a commit."""
+    """As in `generation_formed`, or `resume` when the state comes from a commit."""
 
 
-class FirstStep(AgreedEvent, event="first_step"):
+class FirstStep(AgreedEvent):
     """The first step of a generation is done. Rank 0 reports it."""
 
     seconds: float = 0.0
     """Seconds from the start of training in the generation to the end of its first step."""
 
 
-class GenerationEnded(TrainingEvent, event="generation_ended"):
+class GenerationEnded(TrainingEvent):
     """Rank 0 has left the generation."""
 
     last_step: int
@@ -114,14 +114,14 @@ class GenerationEnded(TrainingEvent, event="generation_ended"):
     """Rank 0's account of the whole generation."""
 
 
-class GenerationAccount(GenerationEvent, event="generation_account"):
-    """Members of a generation have come to the rendezvous for the next one. It precedes the next `rendezvous`."""
+class GenerationAccount(GenerationEvent):
+    """Members of a generation have come to the rendezvous for the next one. The next `generation_formed` follows."""
 
     account: Account | None = None
     """The longest account among those members."""
 
 
-class StepsCompleted(AgreedEvent, event="steps"):
+class StepsCompleted(AgreedEvent):
     """`log_every_steps` more steps are done. Rank 0 reports it."""
 
     step: int
@@ -140,7 +140,7 @@ class StepsCompleted(AgreedEvent, event="steps"):
     """Rank 0's account of the generation so far; null if rank 0 failed and another rank reports the step."""
 
 
-class PhasesMeasured(AgreedEvent, event="phases"):
+class PhasesMeasured(AgreedEvent):
     """Where the time of steps since the last such event went. Rank 0 reports it. Lists are in the order of ranks."""
 
     step: int
@@ -169,7 +169,7 @@ class PhasesMeasured(AgreedEvent, event="phases"):
     """Share of the time in which a rank's GPU was busy, from 0 to 1, as NVML has it; null without NVML."""
 
 
-class StepSkipped(AgreedEvent, event="step_skipped"):
+class StepSkipped(AgreedEvent):
     """A step left model, optimizers and schedulers unchanged. Rank 0 reports it."""
 
     step: int
@@ -180,14 +180,14 @@ class StepSkipped(AgreedEvent, event="step_skipped"):
     """The loss scale of the next step; null unless the precision is fp16."""
 
 
-class EvaluationStarted(TrainingEvent, event="evaluating"):
+class EvaluationStarted(TrainingEvent):
     """Ranks start an evaluation. Rank 0 reports it."""
 
     name: str
     """Name of the metric."""
 
 
-class EvaluationFinished(AgreedEvent, event="evaluation"):
+class EvaluationFinished(AgreedEvent):
     """An evaluation is done. Rank 0 reports it."""
 
     step: int
@@ -198,14 +198,14 @@ class EvaluationFinished(AgreedEvent, event="evaluation"):
     """Its value."""
 
 
-class CommitStarted(GenerationEvent, event="commit_begun"):
+class CommitStarted(GenerationEvent):
     """Ranks start to write a checkpoint. Rank 0 reports it."""
 
     step: int
     """Steps done in the state that is written."""
 
 
-class CommitSucceeded(GenerationEvent, event="commit"):
+class CommitSucceeded(GenerationEvent):
     """A commit is complete and visible. Rank 0 reports it; if rank 0 fails before it has, this event is missing."""
 
     step: int
@@ -222,7 +222,7 @@ class CommitSucceeded(GenerationEvent, event="commit"):
     """Seconds until the next commit, as chosen with `checkpoint.interval = "auto"`."""
 
 
-class CommitFailed(GenerationEvent, event="commit_failed"):
+class CommitFailed(GenerationEvent):
     """A save has failed. Rank 0 reports it."""
 
     step: int
@@ -237,14 +237,14 @@ class CommitFailed(GenerationEvent, event="commit_failed"):
     """Whether the storage caused the error."""
 
 
-class CommitSkipped(Event, event="commit_left_out"):
+class CommitSkipped(Event):
     """A commit was due while the save before it was still running. Rank 0 reports it."""
 
     step: int
     """Steps done when it was due."""
 
 
-class CommitRejected(Event, event="commit_rejected"):
+class CommitRejected(Event):
     """A restore found a commit that it cannot use, and takes an older one. Rank 0 reports it."""
 
     key: str
@@ -253,14 +253,14 @@ class CommitRejected(Event, event="commit_rejected"):
     """Why it cannot be used."""
 
 
-class Resumed(Event, event="resumed"):
+class Resumed(Event):
     """Ranks have restored a commit. Rank 0 reports it."""
 
     step: int
     """Steps done in the restored state."""
 
 
-class HyperparametersDiffer(Event, event="hyperparameters_differ"):
+class HyperparametersDiffer(Event):
     """A run has resumed, and hyperparameters in its code replace those in its commit. Rank 0 reports it."""
 
     step: int
@@ -269,7 +269,7 @@ class HyperparametersDiffer(Event, event="hyperparameters_differ"):
     """For each its `name`, such as `AdamW.weight_decay`, the value `saved` in the commit, and the value `now`."""
 
 
-class WeightsLoaded(Event, event="weights_loaded"):
+class WeightsLoaded(Event):
     """`run.load_weights` has loaded weights into the model. Rank 0 reports it."""
 
     uri: str
@@ -284,14 +284,14 @@ class WeightsLoaded(Event, event="weights_loaded"):
     """Tensors that were converted to another dtype, and both dtypes."""
 
 
-class Warned(Event, event="warning"):
+class Warned(Event):
     """A worker expects a problem later in the run. Rank 0 reports it, most often before the first step."""
 
     text: str
     """The problem, and the setting that avoids it."""
 
 
-class StepVerified(AgreedEvent, event="verified"):
+class StepVerified(AgreedEvent):
     """In a verified step, all ranks computed the same bits. Rank 0 reports it."""
 
     step: int
@@ -302,7 +302,7 @@ class StepVerified(AgreedEvent, event="verified"):
     """Number of the request that it answers; null for none."""
 
 
-class CorruptionFound(AgreedEvent, event="corruption"):
+class CorruptionFound(AgreedEvent):
     """In a verified step, ranks computed different bits. Rank 0 reports it."""
 
     step: int
@@ -321,7 +321,7 @@ class CorruptionFound(AgreedEvent, event="corruption"):
     """Number of the request that it answers; null for none."""
 
 
-class WorkerFailed(GenerationEvent, event="worker_lost"):
+class WorkerFailed(GenerationEvent):
     """A worker of the current generation has failed, or a connection between two of its workers broke."""
 
     error: str
@@ -332,7 +332,7 @@ class WorkerFailed(GenerationEvent, event="worker_lost"):
     """Id of the worker that reported a broken connection; null if the rendezvous noticed the failure."""
 
 
-class NewcomerFailed(GenerationEvent, event="newcomer_lost"):
+class NewcomerFailed(GenerationEvent):
     """A worker or a standby has failed before it was in a generation."""
 
     member: str
@@ -343,7 +343,7 @@ class NewcomerFailed(GenerationEvent, event="newcomer_lost"):
     """Node and process id of the standby, such as `10.0.0.2 (pid 417)`; null for a worker."""
 
 
-class WorkerLeft(GenerationEvent, event="worker_left"):
+class WorkerLeft(GenerationEvent):
     """A worker has left the run because it was asked to."""
 
     member: str | None = None
@@ -352,7 +352,7 @@ class WorkerLeft(GenerationEvent, event="worker_left"):
     """`drain` if its node or process is to stop, `resize` if the run has fewer workers from now on."""
 
 
-class DrainNoticed(Event, event="notice"):
+class DrainNoticed(Event):
     """A worker, or all workers of a node, must leave."""
 
     within_s: float
@@ -367,25 +367,25 @@ class DrainNoticed(Event, event="notice"):
     """Ray's id of the node; null if the notice is for one worker."""
 
 
-class DrainCancelled(Event, event="drain_cancelled"):
+class DrainCancelled(Event):
     """A person lets the run use a drained node again."""
 
     node_id: str
     """Ray's id of the node."""
 
 
-class DrainOverdue(GenerationEvent, event="overdue"):
+class DrainOverdue(GenerationEvent):
     """A worker's drain deadline is near, so the rendezvous interrupts the step in flight."""
 
 
-class ResizeRequested(Event, event="resize"):
+class ResizeRequested(Event):
     """A person has asked for another number of workers."""
 
     num_workers: int
     """Number of workers asked for."""
 
 
-class HangDetected(GenerationEvent, event="hang"):
+class HangDetected(GenerationEvent):
     """No worker made progress for `hang_timeout_s`."""
 
     places: Mapping[str, str]
@@ -396,7 +396,7 @@ class HangDetected(GenerationEvent, event="hang"):
     """Seconds without progress."""
 
 
-class StacksRecorded(Event, event="stacks"):
+class StacksRecorded(Event):
     """A worker reports its stacks before the rendezvous decides about a hang."""
 
     member: str
@@ -407,21 +407,21 @@ class StacksRecorded(Event, event="stacks"):
     """Python stacks of all its threads, the training thread first."""
 
 
-class ReportIgnored(GenerationEvent, event="told_too_late"):
+class ReportIgnored(GenerationEvent):
     """A worker that was presumed dead reported something about a generation that had ended."""
 
     what: str
     """Name of the event that it reported."""
 
 
-class RendezvousRestarted(GenerationEvent, event="rendezvous_restarted"):
+class RendezvousRestarted(GenerationEvent):
     """The rendezvous process died, and a new one has taken over its state."""
 
     pid: int
     """Process id of the new rendezvous."""
 
 
-class StartFailed(Event, event="start_failed"):
+class StartFailed(Event):
     """A group of workers could not be started, and is started again."""
 
     error: str

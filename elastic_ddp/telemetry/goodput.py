@@ -1,9 +1,9 @@
 """Where a run's wall time went, from the events of its ledger: pure functions of plain values.
 
 A session lasts from the call of `fit` (`session_started.at`) until its workers have exited (`session_ended`, or
-`finished` or `failed` without one), or to its last event. Each second of it belongs to one part. Inside a generation,
-members account for their time by phase (see `account`). The longest account counts; one that is longer than its
-generation is scaled down.
+`run_finished` or `run_failed` without one), or to its last event. Each second of it belongs to one part. Inside a
+generation, members account for their time by phase (see `account`). The longest account counts; one that is longer than
+its generation is scaled down.
 
 useful: as accounted, without work that was discarded later. `goodput` is its share of the total.
 redone: as accounted; useful time of steps after the one that the run resumed from; and, where all members failed, the

@@ -5,7 +5,7 @@ from __future__ import annotations
 from elastic_ddp.telemetry.event import GenerationEvent
 
 
-class Profiled(GenerationEvent, event="profiled"):
+class Profiled(GenerationEvent):
     """Ranks have recorded steps for `elastic-ddp profile`; they were slower. The first of them reports it."""
 
     first_step: int

@@ -284,8 +284,8 @@ class Run:
         """Waits until the run trains with this many workers and has come to the step in which it waits."""
 
         def is_there() -> bool:
-            sizes = [event.world_size for event in self.events("generation")]
-            steps = [event.step for event in self.events("steps")]
+            sizes = [event.world_size for event in self.events("generation_started")]
+            steps = [event.step for event in self.events("steps_completed")]
             return sizes[-1:] == [world_size] and max(steps, default=0) >= STEP
 
         began = time.monotonic()

@@ -130,7 +130,7 @@ class Trial:
 
     def failed_members(self) -> set[str]:
         """Returns the ids of members that counted as failed."""
-        return {event.member for event in self.events("worker_lost", "newcomer_lost") if event.member}
+        return {event.member for event in self.events("worker_failed", "newcomer_failed") if event.member}
 
     def members_that_left(self) -> set[str]:
         """Returns the ids of members that left because they were asked to."""
@@ -144,7 +144,7 @@ class Trial:
         pairs = list(zip(self.faults, facts, strict=True))
         victims = {victim.member for fault, victim in pairs if fault.how in DEADLY}
         newcomers = {victim.member for fault, victim in pairs if fault.place == "build"}
-        assert {event.member for event in self.events("newcomer_lost")} >= newcomers
+        assert {event.member for event in self.events("newcomer_failed")} >= newcomers
         victims |= newcomers
         num_victims = len(victims) + sum(len(fault.along) for fault in self.faults)
         # A driver that is killed in the same step may not have recorded the failure before it.
@@ -154,7 +154,7 @@ class Trial:
         assert failed >= victims and len(failed) == num_victims, "only the victims failed"
         assert self.members_that_left() >= {victim.member for fault, victim in pairs if fault.how in LINGERING}
         hung = {victim.member for fault, victim in pairs if fault.how == "hang"}
-        assert {culprit for event in self.events("hang") for culprit in event.culprits} == hung
+        assert {culprit for event in self.events("hang_detected") for culprit in event.culprits} == hung
         assert len(self.events("rendezvous_restarted")) == sum(fault.how == "rendezvous" for fault in self.faults)
         self.check_steps(summary["generations"])
 
@@ -177,7 +177,7 @@ class Trial:
             if before["session"] == after["session"]:
                 assert after["first_step"] == before["last_step"], generations
         for before, after in pairwise(sessions):
-            written = [event.step for event in self.events("commit") if event.session == before]
+            written = [event.step for event in self.events("commit_succeeded") if event.session == before]
             assert commits[after] >= max(written, default=0), "a session resumes from the newest commit"
             first = next(generation for generation in generations if generation["session"] == after)
             assert first["first_step"] == commits[after]

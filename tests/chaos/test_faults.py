@@ -142,7 +142,7 @@ def test_an_error_of_user_code_ends_the_run_and_the_same_command_resumes_it(
     for number in range(len(errors)):
         with pytest.raises(TrainFunctionError, match="a bug in the training function"):
             run.fit()
-        assert len(run.events("failed")) == number + 1
+        assert len(run.events("run_failed")) == number + 1
     run.check(run.fit().summary, calm_tour)
 
 

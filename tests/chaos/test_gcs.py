@@ -85,8 +85,9 @@ class HeldRun:
         """Whether two workers wait in step 20."""
         if not Path(self.trial.config["storage"], self.trial.name).exists():
             return False
-        sizes = [event.world_size for event in self.trial.events("generation")]
-        return sizes[-1:] == [2] and max((event.step for event in self.trial.events("steps")), default=0) >= 20
+        sizes = [event.world_size for event in self.trial.events("generation_started")]
+        steps = [event.step for event in self.trial.events("steps_completed")]
+        return sizes[-1:] == [2] and max(steps, default=0) >= 20
 
     def until(self, condition: Callable[[], bool], timeout_s: float = 120) -> None:
         end = time.monotonic() + timeout_s
@@ -114,7 +115,7 @@ def test_a_driver_whose_gcs_is_gone_commits_and_prints_what_to_do(
     assert f"WorkersFailedError: Ray's GCS at {address} has not responded" in last
     assert "The same command resumes the run from its newest commit" in last
     assert took_s < RAY_WAITS_S, "Ray itself ends processes then"
-    (commit,) = [event.step for event in run.trial.events("commit")][-1:]
+    (commit,) = [event.step for event in run.trial.events("commit_succeeded")][-1:]
     with cluster_of(1) as cluster:
         again = HeldRun(cluster, folder, "gcs-gone")
         assert again.end() == 0, again.printed

@@ -120,7 +120,7 @@ def test_the_other_workers_make_the_last_commit_if_one_fails_at_the_end(
     run = Trial(folder, f"at-the-end-{how}-{rank}", [Fault(rank, STEPS, place, how)], {"heartbeat_timeout_s": 3.0})
     summary = run.fit().summary
     run.check(summary, calm)
-    assert max(event.step for event in run.events("commit")) == STEPS
+    assert max(event.step for event in run.events("commit_succeeded")) == STEPS
     assert summary["sessions"] == 1 and summary["generations"][-1]["first_step"] == STEPS
 
 
@@ -144,7 +144,7 @@ def test_newcomers_that_fail_are_replaced_and_do_not_count_as_restarts(
     run.check(summary, calm)
     assert sizes(from_full_size(summary))[:2] == [3, 2]
     assert summary["workers_lost"] == summary["restarts"] == 1
-    assert all(message in event.error for event in run.events("newcomer_lost"))
+    assert all(message in event.error for event in run.events("newcomer_failed"))
 
 
 class Director:
@@ -251,5 +251,5 @@ def test_random_faults_make_no_difference(folder: Path, calm_and_long: Mapping[s
     run = Trial(folder, f"random-{seed}", faults, settings)
     summary = run.fit().summary
     run.check(summary, calm_and_long)
-    assert not run.events("corruption")
-    assert len(run.events("verified")) >= LONG // 2, "steps of a single worker are not verified"
+    assert not run.events("corruption_found")
+    assert len(run.events("step_verified")) >= LONG // 2, "steps of a single worker are not verified"

@@ -112,12 +112,12 @@ def test_a_run_with_two_lost_workers_and_a_killed_driver_logs_each_step_once(fol
 
     run = folder / "runs" / "logged"
     events = read_ledger(Storage(run))
-    repeated = [event.step for event in events if event.event == "steps"]
+    repeated = [event.step for event in events if event.event == "steps_completed"]
     assert sum(event.event == "session_started" for event in events) == 2
-    assert len({event.member for event in events if event.event == "worker_lost"} - {None}) == 2
+    assert len({event.member for event in events if event.event == "worker_failed"} - {None}) == 2
     assert any(later <= earlier for earlier, later in pairwise(repeated)), "the second session repeated steps"
-    losses = {event.step: event.loss for event in events if event.event == "steps"}
-    evaluations = {event.step: event.loss for event in events if event.event == "evaluation"}
+    losses = {event.step: event.loss for event in events if event.event == "steps_completed"}
+    evaluations = {event.step: event.loss for event in events if event.event == "evaluation_finished"}
     assert set(losses) == set(range(1, jobs.STEPS + 1)), "also the step before which rank 0 was killed"
     assert sorted(evaluations) == list(range(EVALUATE_EVERY, jobs.STEPS, EVALUATE_EVERY))
     user = of_user(JsonLines(folder / "logged.jsonl"))

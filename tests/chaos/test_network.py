@@ -45,10 +45,10 @@ def test_a_worker_counts_as_failed_after_its_node_was_disconnected(folder: Path)
         run = Trial(folder, "cut", faults, {"max_workers": 2, "heartbeat_timeout_s": 3.0})
         driver = start(hosts, run)
         until(
-            lambda: [event.world_size for event in run.events("rendezvous")][-1:] == [1] and run.failed_members(),
+            lambda: [e.world_size for e in run.events("generation_formed")][-1:] == [1] and run.failed_members(),
             driver,
         )
-        (failure,) = run.events("worker_lost")[-1:]
+        (failure,) = run.events("worker_failed")[-1:]
         assert "no heartbeat for 3 s" in failure.error
         hosts.reconnect()
         facts = finish(run, driver)
@@ -78,7 +78,7 @@ def test_the_workers_of_a_node_leave_it_after_its_spot_interruption_notice(
     with two_hosts() as hosts:
         run = Trial(folder, "noticed", [Fault(1, 10, "reduction", "notice")], {"max_workers": 2})
         facts = finish(run, start(hosts, run))
-    (notice,) = run.events("notice")
+    (notice,) = run.events("drain_noticed")
     assert notice.by == "Ray" and 0 < notice.within_s <= NOTICE_S
     assert [generation["world_size"] for generation in facts["generations"]] == [2, 1]
     run.check(facts, calm)

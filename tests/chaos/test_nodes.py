@@ -71,8 +71,8 @@ def test_failed_and_drained_nodes_make_no_difference_at_any_place(
     nodes.add_up_to(3)
     with run.live() as (_, result):
         while not result.done():
-            nodes.add_up_to(3, draining={event.node_id for event in run.events("notice")})
+            nodes.add_up_to(3, draining={event.node_id for event in run.events("drain_noticed")})
             time.sleep(0.2)
     run.check(result.result().summary, calm)
     if how == "drain":
-        assert [event.by for event in run.events("notice")] == ["Ray"] * len(PLACES)
+        assert [event.by for event in run.events("drain_noticed")] == ["Ray"] * len(PLACES)

@@ -246,7 +246,7 @@ def test_with_redis_a_crash_of_the_gcs_loses_no_step_and_no_worker(both: Cluster
     both.wait_for_nodes()
     run = both.start("redis")
     run.wait_for(2)
-    gcs, num_generations = both.gcs, len(run.events("generation"))
+    gcs, num_generations = both.gcs, len(run.events("generation_started"))
     os.kill(gcs[0], signal.SIGKILL)
     run.driver.wait_until(lambda: both.gcs not in ([], gcs), "the GCS is not started again")
     facts = run.finish(calm)

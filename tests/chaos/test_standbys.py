@@ -99,7 +99,7 @@ def test_a_standby_takes_the_place_of_each_killed_worker(folder: Path, calm: Map
     run.check_results(summary, calm)
     run.check_steps(summary["generations"])
     assert summary["restarts"] == 2
-    assert len(run.events("worker_lost")) == 2 and not run.events("newcomer_lost")
+    assert len(run.events("worker_failed")) == 2 and not run.events("newcomer_failed")
     assert all_end(processes)
 
 
@@ -120,7 +120,7 @@ def test_a_standby_that_a_signal_ends_is_replaced_and_does_not_count(folder: Pat
         summary = result.result().summary
     run.check_results(summary, calm)
     assert summary["restarts"] == 0 and len(summary["generations"]) == 1
-    assert [str(describe_event(event)).partition("(")[2] for event in run.events("newcomer_lost")] == [
+    assert [str(describe_event(event)).partition("(")[2] for event in run.events("newcomer_failed")] == [
         f"pid {standby}) failed: its process exited" for standby in killed
     ]
     assert all_end(processes)
@@ -148,7 +148,7 @@ def test_a_standby_resumes_a_run_whose_workers_were_all_killed(
     run.check_results(summary, calm)
     # The standby has warmed up, so it restarts the training function, in the place that it got.
     assert [generation["first_step"] for generation in summary["generations"]] == [0, resumed_from]
-    assert len(run.events("worker_lost")) == workers
+    assert len(run.events("worker_failed")) == workers
     assert all_end({*members, standby})
 
 
@@ -180,7 +180,7 @@ def test_a_drained_node_loses_its_standbys(
         end(run)
         summary = result.result().summary
     run.check_results(summary, calm)
-    assert summary["restarts"] == 0 and not run.events("newcomer_lost")
+    assert summary["restarts"] == 0 and not run.events("newcomer_failed")
 
 
 def test_standbys_end_with_a_killed_driver(two_nodes: tuple[Cluster, list[Any]], folder: Path) -> None:

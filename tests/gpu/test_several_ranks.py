@@ -351,7 +351,7 @@ def test_a_drained_worker_leaves_without_a_lost_step(fit: Fit, calm: Any, tmp_pa
 
     workers, outcome = fit(3, hold=hold, meanwhile=drain)
     assert workers.world_sizes() == [3, 2]
-    lost: list[Any] = workers.rendezvous.events("worker_lost")
+    lost: list[Any] = workers.rendezvous.events("worker_failed")
     assert not [event for event in lost if event.generation == 1]  # at its end the test kills the others
     assert_same_bits(outcome, calm(1))
 

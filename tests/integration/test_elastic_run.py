@@ -26,8 +26,8 @@ def trains_with(run: Storage, num_workers: int, step: int) -> bool:
         events = list(read_ledger(run))
     except FileNotFoundError:
         return False
-    sizes = [event.world_size for event in events if event.event == "generation"]
-    return sizes[-1:] == [num_workers] and any(event.event == "steps" and event.step >= step for event in events)
+    sizes = [event.world_size for event in events if event.event == "generation_started"]
+    return sizes[-1:] == [num_workers] and any(e.event == "steps_completed" and e.step >= step for e in events)
 
 
 @pytest.mark.chaos
@@ -100,7 +100,7 @@ def test_a_run_survives_the_death_of_a_node_without_repeating_a_step(
     assert max(generation["world_size"] for generation in generations) == 3 > generations[-1]["world_size"] == 1
     for before, after in pairwise(generations):
         assert after["first_step"] == before["last_step"], "no step is repeated"
-    commits = [event.step for event in read_ledger(Storage(storage).at("shrinks")) if event.event == "commit"]
+    commits = [event.step for event in read_ledger(Storage(storage).at("shrinks")) if event.event == "commit_succeeded"]
     assert generations[-1]["first_step"] + 1 in commits
     assert {1, 3} <= {row["world_size"] for row in facts["scaling"] if row["samples_per_s_per_worker"] > 0}
 

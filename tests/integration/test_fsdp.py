@@ -26,7 +26,7 @@ def fit(folder: Path, name: str, fault: Callable[..., None] | None = None, **cha
     config = jobs.settings(storage, name, 2, **{"min_workers": 1, "resize_interval_s": 1.0, **changes})
     train = jobs.make_train(fault, str(held_out))
     result = ed.ElasticTrainer(train, str(folder / "data"), config, transform=jobs.jitter).fit()
-    [evaluated] = [event for event in read_ledger(Storage(storage).at(name)) if event.event == "evaluation"][-1:]
+    [evaluated] = [e for e in read_ledger(Storage(storage).at(name)) if e.event == "evaluation_finished"][-1:]
     return {**result.summary, "validation": evaluated.loss}
 
 
@@ -46,12 +46,12 @@ def test_a_death_and_a_join_cost_an_fsdp_run_no_step(folder: Path, rank: int) ->
     assert (first["last_step"], second["first_step"]) == (17, 17), "the step in flight is repeated from memory"
     assert second["last_step"] == third["first_step"] >= 19, "a planned change happens in place"
     events = read_ledger(Storage(str(folder / "runs")).at("disturbed"))
-    commits = {event.step for event in events if event.event == "commit"}
+    commits = {event.step for event in events if event.event == "commit_succeeded"}
     assert commits == {10, 20, 30, 40, 44}, "it needs no commit of its own"
     pids = {
         (event.generation, member["rank"]): member["pid"]
         for event in read_ledger(Storage(str(folder / "runs")).at("disturbed"))
-        if event.event == "rendezvous"
+        if event.event == "generation_formed"
         for member in event.members
     }
     assert pids[1, 1 - rank] == pids[2, 0] == pids[3, 0], "the process keeps running"
@@ -73,7 +73,7 @@ def test_a_worker_of_an_fsdp_run_that_hangs_is_replaced(folder: Path) -> None:
     found = fit(folder, "hangs", fault, strategy="fsdp", **timeouts)
     assert marker.exists()
     assert jobs.same_bits(found, calm) and (found["status"], found["steps"]) == (calm["status"], calm["steps"])
-    hangs = [event for event in read_ledger(Storage(str(folder / "runs")).at("hangs")) if event.event == "hang"]
+    hangs = [e for e in read_ledger(Storage(str(folder / "runs")).at("hangs")) if e.event == "hang_detected"]
     assert [len(event.culprits) for event in hangs] in ([0, 1], [1]), "only the worker that the other one waited for"
     assert found["workers_lost"] == 1
 

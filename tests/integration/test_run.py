@@ -72,7 +72,7 @@ def assert_same(result: ed.RunResult, calm: ed.RunResult) -> None:
 
 
 def losses(uri: str) -> dict[int, float]:
-    return {event.step: event.loss for event in read_ledger(Storage(uri)) if event.event == "steps"}
+    return {event.step: event.loss for event in read_ledger(Storage(uri)) if event.event == "steps_completed"}
 
 
 @pytest.mark.parametrize("workers", [pytest.param(2, marks=pytest.mark.chaos), 3])
@@ -254,7 +254,7 @@ def test_a_worker_that_is_suspended_is_presumed_dead_and_replaced(folder: Path, 
     assert_same(result, calm)
     first, second = result.summary["generations"]
     assert second["first_step"] == first["last_step"] == 27
-    failure = next(event for event in read_ledger(Storage(result.uri)) if event.event == "worker_lost")
+    failure = next(event for event in read_ledger(Storage(result.uri)) if event.event == "worker_failed")
     assert failure.error == "no heartbeat for 5 s"
     assert second["detection_s"] > 3, "the timeout, minus a heartbeat and a step"
     assert second["rendezvous_s"] is not None and second["hand_over_s"] is not None
@@ -288,7 +288,7 @@ def test_a_worker_that_dies_during_a_commit_loses_nothing(folder: Path, calm: ed
     assert_same(result, calm)
     first, second = result.summary["generations"]
     assert second["first_step"] == first["last_step"] == 30
-    commits = [event.step for event in read_ledger(Storage(result.uri)) if event.event == "commit"]
+    commits = [event.step for event in read_ledger(Storage(result.uri)) if event.event == "commit_succeeded"]
     assert commits == [10, 20, 31, 41, 44], "the missed commit is made at once"
 
 
@@ -363,7 +363,7 @@ def test_the_same_command_resumes_a_run_whose_driver_has_ended(folder: Path, cal
     first = drive(folder, how, how, str(marker), "25")
     assert marker.exists(), first.stderr
     events = read_ledger(Storage(str(folder / "runs" / how)))
-    commits = [event.step for event in events if event.event == "commit"]
+    commits = [event.step for event in events if event.event == "commit_succeeded"]
     if how == "kill-driver":
         assert first.returncode == -9
     else:
@@ -447,9 +447,10 @@ def test_an_error_of_the_training_function_ends_the_run_with_its_traceback(folde
     assert text.count("a mistake of the user's") == 2  # the source line and the error
     assert "in fault" in text
     events = read_ledger(Storage(str(folder / "runs" / "user-error")))
-    assert sum(event.event == "generation" for event in events) == 1, "errors of the training function are not retried"
-    assert sum(event.event == "failed" for event in events) == 1
-    assert not any(event.event == "worker_lost" for event in events)
+    generations = sum(event.event == "generation_started" for event in events)
+    assert generations == 1, "errors of the training function are not retried"
+    assert sum(event.event == "run_failed" for event in events) == 1
+    assert not any(event.event == "worker_failed" for event in events)
 
 
 @pytest.mark.chaos

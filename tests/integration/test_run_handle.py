@@ -146,7 +146,7 @@ def test_a_live_run_serves_all_requests(
     assert facts["restarts"] == 0
     kinds = [event.kind for event in events(folder, "worker_left")]
     assert kinds == ["resize", "drain", "drain"]
-    assert not events(folder, "worker_lost")
+    assert not events(folder, "worker_failed")
     followed, _ = follower.communicate(timeout=30)  # it ends with the run
     ledger = read_ledger(Storage(uri))
     assert [json.loads(line)["seq"] for line in followed.splitlines()] == [event.seq for event in ledger]
@@ -189,7 +189,7 @@ def test_a_worker_that_receives_sigterm_leaves_between_steps_and_is_replaced(
     facts = jobs.summary(folder, NAME)
     assert no_step_is_repeated(facts)
     assert [event.kind for event in events(folder, "worker_left")] == ["drain"]
-    assert not events(folder, "worker_lost")
+    assert not events(folder, "worker_failed")
     done = jobs.drive(str(folder / "data"), str(folder / "runs"), NAME, "1", RAY_ADDRESS=connected.address)
     assert done.returncode == 0, done.stderr
     assert jobs.same_bits(jobs.summary(folder, NAME), undisturbed)
@@ -214,8 +214,8 @@ def test_the_last_worker_commits_before_ray_drains_its_node(
         facts = finish(folder, run)
     assert jobs.same_bits(facts, undisturbed)
     assert no_step_is_repeated(facts)
-    assert [event.by for event in events(folder, "notice")] == ["Ray"]
-    assert not events(folder, "worker_lost")
+    assert [event.by for event in events(folder, "drain_noticed")] == ["Ray"]
+    assert not events(folder, "worker_failed")
 
 
 @pytest.mark.chaos

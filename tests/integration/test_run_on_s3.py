@@ -42,7 +42,7 @@ def test_a_run_on_s3_has_the_same_bits_as_a_local_run(undisturbed: Mapping[str, 
     files = [Storage(f"{s3}/runs/run").read(key) for key in Storage(f"{s3}/runs/run").list(FOLDER)]
     logged = [Event.FromString(record) for data in files for record in read_records(data)]
     steps = [event.step for event in logged if event.HasField("summary")]
-    told = [(event.session, event.step) for event in events if event.event == "steps"]
+    told = [(event.session, event.step) for event in events if event.event == "steps_completed"]
     assert steps == list(range(1, jobs.STEPS + 1)), f"each step once, in order: {told}\n{first.stderr}\n{second.stderr}"
 
     picture = tmp_path / "run.svg"

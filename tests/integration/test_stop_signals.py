@@ -96,9 +96,9 @@ def stop_run(folder: Path, stop: Callable[[int], object], terminal: int | None =
         driver.wait()
     assert (folder / "result").read_text() == "stopped"
     events = read_ledger(Storage(folder / "runs" / "stopped"))
-    commits = [event.step for event in events if event.event == "commit"]
+    commits = [event.step for event in events if event.event == "commit_succeeded"]
     assert len(commits) == 1 and commits[0] > 5, "it committed when it was asked to stop, and only then"
-    assert commits[0] == max(event.step for event in events if event.event == "steps"), "no step is lost"
+    assert commits[0] == max(event.step for event in events if event.event == "steps_completed"), "no step is lost"
     end = time.monotonic() + 10
     while left := {pid for pid in processes if Path(f"/proc/{pid}").exists()}:
         assert time.monotonic() < end, [Path(f"/proc/{pid}/cmdline").read_text() for pid in left]

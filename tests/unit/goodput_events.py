@@ -19,12 +19,13 @@ def started(at: float, session: str = "s1", step: int | None = None) -> Event:
 
 
 def finished(at: float, session: str = "s1", status: str = "finished") -> Event:
-    return ledger_event("finished", time=at, session=session, status=status)
+    return ledger_event("run_finished", time=at, session=session, status=status)
 
 
 def formed(number: int, at: float, step: int | None, session: str = "s1", **fields: Any) -> Event:
     reason = fields.pop("reason", "start" if step is None else "worker failed")
-    return event("rendezvous", at, session, generation=number, world_size=2, first_step=step, reason=reason, **fields)
+    fields = {"generation": number, "world_size": 2, "first_step": step, "reason": reason, **fields}
+    return event("generation_formed", at, session, **fields)
 
 
 def accounted(name: str, number: int, at: float, session: str = "s1", **fields: Any) -> Event:

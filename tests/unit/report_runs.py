@@ -46,10 +46,10 @@ class Recorder:
         self._generation, self._members = self._generation + 1, members
         generation = {"generation": self._generation, "world_size": len(members), "reason": reason}
         told = [{"rank": rank, "node": "n1", "pid": MEMBERS[name], "id": name} for rank, name in enumerate(members)]
-        self.record("rendezvous", first_step=self._step, members=told, **generation)
+        self.record("generation_formed", first_step=self._step, members=told, **generation)
         self._account = {"rendezvous": 0.1, "hand_over": 0.2, "useful": 0.0}
         self._at += 0.3
-        self.record("generation", first_step=self._step, **generation)
+        self.record("generation_started", first_step=self._step, **generation)
 
     def train(self, until: int) -> None:
         generation, size = {"generation": self._generation}, len(self._members)
@@ -64,12 +64,12 @@ class Recorder:
                 loss = 2.0 + (self._loss - 2.0) * math.exp(-self._step / 120) + 0.1 * math.sin(self._step)
                 metrics = {"grad_norm": 1.0 + 0.5 * math.cos(self._step / 7)}
                 fields = {"loss": loss, "samples": 32 * self._step, "world_size": size, "metrics": metrics}
-                self.record("steps", step=self._step, account=dict(self._account), **fields, **generation)
+                self.record("steps_completed", step=self._step, account=dict(self._account), **fields, **generation)
             if self._step % 20 == 0:
                 self._measure(size)
             if self._step % 40 == 0:
-                self.record("commit", step=self._step, seconds=0.13, num_bytes=3 << 20, **generation)
-                self.record("evaluation", step=self._step, name="validation_loss", loss=2.2 + 40 / self._step)
+                self.record("commit_succeeded", step=self._step, seconds=0.13, num_bytes=3 << 20, **generation)
+                self.record("evaluation_finished", step=self._step, name="validation_loss", loss=2.2 + 40 / self._step)
 
     def _measure(self, size: int) -> None:
         step_s = STEP_S[size]
@@ -77,11 +77,11 @@ class Recorder:
         gpus = {"memory_bytes": [(6 << 30) + rank for rank in range(size)], "utilization": [0.8] * size}
         phases = {name: share * step_s for name, share in PHASES.items()}
         common = {"generation": self._generation, "step": self._step, "num_steps": 20, "micro_batches": [2] * size}
-        self.record("phases", phases=phases, work_s=work_s, **common, **(gpus if self._gpus else {}))
+        self.record("phases_measured", phases=phases, work_s=work_s, **common, **(gpus if self._gpus else {}))
 
     def lose(self, name: str, error: str = "its process ended: exit signal SIGKILL") -> None:
         self._at += 0.2
-        self.record("worker_lost", generation=self._generation, member=name, error=error)
+        self.record("worker_failed", generation=self._generation, member=name, error=error)
         self._account["detection"] = 0.2
         self.record("generation_account", generation=self._generation, account=dict(self._account))
 
@@ -97,7 +97,7 @@ class Recorder:
         self.end("the run ended")
         self._at += 1.0
         samples = 32 * self._step
-        self.record("finished", status=status, steps=self._step, total_steps=total, samples=samples, at=None)
+        self.record("run_finished", status=status, steps=self._step, total_steps=total, samples=samples, at=None)
         self.record("session_ended", at=None)
 
 

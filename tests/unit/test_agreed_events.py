@@ -43,14 +43,14 @@ def test_what_all_ranks_know_is_recorded_once_although_rank_0_dies(tmp_path: Pat
     with running(tmp_path, train_and_kill_rank_0, CPU, 2, **settings) as workers:
         workers.finish(120)
         assert workers.world_sizes() == [2, 1]
-        steps: list[Any] = workers.rendezvous.events("steps")
+        steps: list[Any] = workers.rendezvous.events("steps_completed")
         assert [(event.step, event.generation) for event in steps] == [
             (step, 1 if step <= KILLED_AFTER else 2) for step in range(1, STEPS + 1)
         ]
-        evaluations: list[Any] = workers.rendezvous.events("evaluation")
+        evaluations: list[Any] = workers.rendezvous.events("evaluation_finished")
         assert [(event.step, event.loss) for event in evaluations] == [(5, 10), (10, 20), (15, 30), (20, 40)]
         assert [event.generation for event in workers.rendezvous.events("first_step")] == [1, 2]
-        measured: list[Any] = workers.rendezvous.events("phases")
+        measured: list[Any] = workers.rendezvous.events("phases_measured")
         unmeasured = (1, 2, KILLED_AFTER, KILLED_AFTER + 1, KILLED_AFTER + 2, STEPS)
         assert [event.step for event in measured] == [step for step in range(1, STEPS) if step not in unmeasured]
 

@@ -197,7 +197,7 @@ def test_failed_starts_end_a_run_whose_survivors_wait_once_they_have_committed(
         assert place.handover_only and place.receivers == (), "it commits"
         rendezvous._coordinator.tick()
         assert (await rendezvous.wait_for_update(0)).outcome is None, "it has not committed yet"
-        await report(rendezvous, [ledger_event("commit", step=7, request=1, at=0.0)], None, "a0", 1)
+        await report(rendezvous, [ledger_event("commit_succeeded", step=7, request=1, at=0.0)], None, "a0", 1)
         answer = None
         while not isinstance(answer, Ended):
             answer = await join(rendezvous, member("a", 0), place.generation, 7, committed=7)

@@ -57,7 +57,7 @@ def test_workers_of_a_replaced_driver_commit_nothing(new_run: NewRun, tmp_path: 
         with pytest.raises(DriverReplacedError, match=r"driver.*: pid"):
             train(run)
         assert not storage.list(COMMITS), "what it wrote is removed"
-    assert client_of(run).steps_of("commit") == []
+    assert client_of(run).steps_of("commit_succeeded") == []
 
 
 def test_a_driver_lease_that_cannot_be_read_once_costs_no_commit(
@@ -74,7 +74,7 @@ def test_a_driver_lease_that_cannot_be_read_once_costs_no_commit(
 
     monkeypatch.setattr(Storage, "sizes", fail_once)
     train(run)
-    assert failed and client_of(run).steps_of("commit") and not client_of(run).steps_of("commit_failed")
+    assert failed and client_of(run).steps_of("commit_succeeded") and not client_of(run).steps_of("commit_failed")
     assert "503 SlowDown" in caplog.text
 
 
@@ -140,7 +140,7 @@ def test_training_continues_after_failed_saves(new_run: NewRun, monkeypatch: pyt
     break_storage(monkeypatch, lambda: step_index[0] in (1, 2))
     train(run, wait_for_saves(run, lambda step: step_index.__setitem__(0, step.index)))
     assert client_of(run).steps_of("commit_failed") == [2, 3]
-    assert client_of(run).steps_of("commit") == [1, 4, 5, 6]
+    assert client_of(run).steps_of("commit_succeeded") == [1, 4, 5, 6]
     event = client_of(run).events_of("commit_failed")[0]
     assert "no space left" in event["error"] and event["counts"] and event["of_storage"]
 
@@ -153,7 +153,7 @@ def test_a_silent_rank_in_an_intact_generation_is_a_failure_but_not_of_the_stora
     silence = RankFailedError("rank 1 was silent for 15 s")
     monkeypatch.setattr(writer, "write", mock.Mock(side_effect=[silence, *[mock.DEFAULT] * 2], wraps=writer.write))
     train(run, wait_for_saves(run))
-    assert client_of(run).steps_of("commit_failed") == [2] and client_of(run).steps_of("commit") == [4, 6]
+    assert client_of(run).steps_of("commit_failed") == [2] and client_of(run).steps_of("commit_succeeded") == [4, 6]
     [event] = client_of(run).events_of("commit_failed")
     assert event["counts"] and not event["of_storage"]
 
@@ -183,7 +183,7 @@ def test_a_save_whose_generation_broke_is_retried_at_once_and_does_not_count(
         checkpointer_of(run).close(60)
 
     train(run, in_step)
-    assert client_of(run).steps_of("commit_failed") == [3] and client_of(run).steps_of("commit") == [4, 6]
+    assert client_of(run).steps_of("commit_failed") == [3] and client_of(run).steps_of("commit_succeeded") == [4, 6]
     assert not any(event["counts"] for event in client_of(run).events_of("commit_failed"))
 
 
@@ -214,7 +214,7 @@ def test_a_late_save_that_finds_a_later_commit_is_retried_at_once_and_does_not_c
     train(run, in_step)
     [event] = client_of(run).events_of("commit_failed")
     assert event["step"] == 3 and "SupersededError" in event["error"] and "step 90" in event["error"]
-    assert not event["counts"] and client_of(run).steps_of("commit") == [4, 6]
+    assert not event["counts"] and client_of(run).steps_of("commit_succeeded") == [4, 6]
 
 
 def test_a_save_in_which_the_storage_hangs_counts_as_failed_and_later_saves_succeed(
@@ -229,7 +229,8 @@ def test_a_save_in_which_the_storage_hangs_counts_as_failed_and_later_saves_succ
         monkeypatch.setattr(watchdog, "STALL_TIMEOUT_S", 0.2 if step.index in (1, 2) else 60.0)
 
     train(run, wait_for_saves(run, in_step))
-    assert client_of(run).steps_of("commit_failed") == [2, 3] and client_of(run).steps_of("commit") == [1, 4, 5, 6]
+    assert client_of(run).steps_of("commit_failed") == [2, 3]
+    assert client_of(run).steps_of("commit_succeeded") == [1, 4, 5, 6]
     may_end.set()
 
 
@@ -249,7 +250,7 @@ def test_the_last_commit_succeeds_after_the_storage_has_failed_for_a_while(
     run = new_run()
     break_storage(monkeypatch, lambda: len(client_of(run).steps_of("commit_failed")) < 3)
     assert train(run)["steps"] == 6
-    assert client_of(run).steps_of("commit_failed") == [6] * 3 and client_of(run).steps_of("commit") == [6]
+    assert client_of(run).steps_of("commit_failed") == [6] * 3 and client_of(run).steps_of("commit_succeeded") == [6]
 
 
 def test_a_requested_commit_is_retried_after_the_backoff(new_run: NewRun, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -263,5 +264,5 @@ def test_a_requested_commit_is_retried_after_the_backoff(new_run: NewRun, monkey
             checkpointer_of(run).schedule._backoff_ends_at = 0.0
 
     train(run, wait_for_saves(run, in_step))
-    assert client_of(run).steps_of("commit_failed") == [1, 5] and client_of(run).steps_of("commit") == [6]
-    assert [event["request"] for event in client_of(run).events_of("commit")] == [1]
+    assert client_of(run).steps_of("commit_failed") == [1, 5] and client_of(run).steps_of("commit_succeeded") == [6]
+    assert [event["request"] for event in client_of(run).events_of("commit_succeeded")] == [1]

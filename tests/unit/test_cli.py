@@ -50,16 +50,19 @@ def write_ledger(folder: Path, session: str, *events: tuple[str, dict[str, Any]]
             ledger.append(ledger_event(name, **fields))
 
 
+HASH = "ab" * 32
+
+
 def ledger_of_a_run(folder: Path) -> None:
     write_ledger(
         folder,
         "s1",
         ("session_started", {"config": {"name": "lm"}, "versions": {"torch": "2.13"}}),
-        ("generation", {"generation": 1, "world_size": 3, "reason": "start"}),
-        ("steps", {"step": 40, "loss": 2.5, "samples": 160, "metrics": {"loss": 2.5}}),
-        ("commit", {"step": 40, "seconds": 0.1}),
+        ("generation_started", {"generation": 1, "world_size": 3, "reason": "start"}),
+        ("steps_completed", {"step": 40, "loss": 2.5, "samples": 160, "metrics": {"loss": 2.5}}),
+        ("commit_succeeded", {"step": 40, "seconds": 0.1}),
         ("generation_ended", {"generation": 1, "last_step": 40, "reason": "the run ended"}),
-        ("finished", {"status": "finished", "steps": 40, "samples": 160, "weights_sha256": "ab" * 32}),
+        ("run_finished", {"status": "finished", "steps": 40, "samples": 160, "weights_sha256": HASH}),
     )
 
 
@@ -119,9 +122,9 @@ def test_show_of_a_stopped_run_has_its_total_steps(tmp_path: Path) -> None:
         tmp_path / "runs" / "lm",
         "s2",
         ("session_started", {"resumed_from_step": 40, "config": {"name": "lm"}}),
-        ("generation", {"generation": 1, "world_size": 3, "first_step": 40, "reason": "resume"}),
+        ("generation_started", {"generation": 1, "world_size": 3, "first_step": 40, "reason": "resume"}),
         ("generation_ended", {"generation": 1, "last_step": 50, "reason": "the run ended"}),
-        ("finished", {"status": "stopped", "steps": 50, "total_steps": 2000, "samples": 200}),
+        ("run_finished", {"status": "stopped", "steps": 50, "total_steps": 2000, "samples": 200}),
     )
     shown = invoke("show", str(tmp_path / "runs" / "lm")).output
     assert "50 of 2,000" in shown and "the run was stopped" in shown
@@ -131,14 +134,14 @@ def test_show_prints_json_that_a_program_can_read(tmp_path: Path) -> None:
     ledger_of_a_run(tmp_path)
     summary = json.loads(invoke("show", str(tmp_path), "--json").stdout)
     assert (summary["name"], summary["status"], summary["steps"], summary["samples"]) == ("lm", "finished", 40, 160)
-    assert summary["weights_sha256"] == "ab" * 32
+    assert summary["weights_sha256"] == HASH
     assert summary["generations"][0]["world_size"] == 3
     assert summary["storage"] == str(tmp_path)
 
 
 def test_show_of_a_live_run_has_the_status_running(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     started = ("session_started", {"config": {"name": "lm"}})
-    write_ledger(tmp_path, "s1", started, ("generation", {"generation": 1, "world_size": 3, "reason": "start"}))
+    write_ledger(tmp_path, "s1", started, ("generation_started", {"generation": 1, "world_size": 3, "reason": "start"}))
     assert "unfinished" in (killed := invoke("show", str(tmp_path)).output) and "not recorded" in killed
     with DriverLease(Storage(tmp_path), "lm", lambda _: "s1", print) as lease:
         lease.acquire()
@@ -289,18 +292,18 @@ def test_show_fits_80_columns_with_long_values(tmp_path: Path, monkeypatch: pyte
             tmp_path,
             f"s{session:02}",
             ("session_started", {"config": {"name": "lm"}, "versions": {"torch": "2.13.0+cu130", "ray": "2.60.0"}}),
-            ("generation", generation),
+            ("generation_started", generation),
             (
-                "steps",
+                "steps_completed",
                 {"generation": 123, "step": 12_345_678, "loss": 2.5, "samples": 10**12, "metrics": {"a" * 90: 1.5}},
             ),
             ("generation_ended", {"generation": 123, "last_step": 12_345_678, "reason": "a worker failed"}),
-            ("finished", {"status": "stopped", "steps": 12_345_678, "total_steps": 10**8, "weights_sha256": "ab" * 32}),
+            ("run_finished", {"status": "stopped", "steps": 12_345_678, "total_steps": 10**8, "weights_sha256": HASH}),
         )
     text = invoke("show", str(tmp_path)).output
     lines = text.splitlines()
     assert all(len(line) <= 80 for line in lines) and "…" not in text
-    assert any("ab" * 32 in line for line in lines)
+    assert any(HASH in line for line in lines)
     headings = next(line for line in lines if line.split()[:1] == ["gen"])
     assert headings.split() == ["gen", "workers", "first", "step", "last", "step", "stall", "reason", "ended", "by"]
     assert any(line.split()[:4] == ["12.123", "1024", "12,345,000", "12,345,678"] for line in lines)
@@ -355,7 +358,7 @@ def test_a_command_for_a_live_run_tells_how_the_run_has_ended(tmp_path: Path) ->
     ledger_of_a_run(tmp_path)
     with pytest.raises(ConfigError, match=f"this run has finished. `elastic-ddp show {tmp_path}` shows"):
         invoke("status", str(tmp_path))
-    write_ledger(tmp_path, "s2", ("session_started", {}), ("finished", {"status": "stopped", "steps": 50}))
+    write_ledger(tmp_path, "s2", ("session_started", {}), ("run_finished", {"status": "stopped", "steps": 50}))
     with pytest.raises(ConfigError, match="this run was stopped, and the command that started it resumes it"):
         invoke("resize", str(tmp_path), "2")
     with pytest.raises(ConfigError, match="no run is live in this folder"):

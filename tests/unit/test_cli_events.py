@@ -59,11 +59,11 @@ def write(ledger: Ledger, event: str, **fields: Any) -> None:
 def train(ledger: Ledger, clock: Clock, *, workers: int, steps: range, seconds: float, generation: int = 1) -> None:
     """A generation of a run that takes 16 samples in each step, and so many seconds for ten steps."""
     formed = {"generation": generation, "world_size": workers}
-    write(ledger, "rendezvous", **formed, reason="start", members=MEMBERS[:workers])
-    write(ledger, "generation", **formed, first_step=steps.start, reason="start")
+    write(ledger, "generation_formed", **formed, reason="start", members=MEMBERS[:workers])
+    write(ledger, "generation_started", **formed, first_step=steps.start, reason="start")
     for step in range(steps.start, steps.stop + 1, 10):
         facts = {"step": step, "loss": 100.0 / (1 + step), "samples": 16 * step, "world_size": workers}
-        write(ledger, "steps", generation=generation, **facts)
+        write(ledger, "steps_completed", generation=generation, **facts)
         clock.now += seconds
 
 
@@ -80,7 +80,7 @@ def test_a_reader_returns_each_event_once_and_in_order(tmp_path: Path) -> None:
     for session in ("s1", "s2"):
         with closing(Ledger(Storage(tmp_path), session, Clock({"s1": 4.0, "s2": 5.0}[session]))) as ledger:
             for number in range(400):  # several segments
-                ledger.append(ledger_event("warning", text=f"{session} {number} {'x' * 500}"))
+                ledger.append(ledger_event("warned", text=f"{session} {number} {'x' * 500}"))
                 if number % 70 == 0:
                     ledger.flush()
                     found += reader.read()
@@ -95,7 +95,7 @@ def test_a_reader_reads_finished_segments_once(tmp_path: Path, monkeypatch: pyte
     read: list[str] = []
     with closing(Ledger(Storage(tmp_path), "s1")) as ledger:
         for _ in range(400):
-            ledger.append(ledger_event("warning", text="x" * 500))
+            ledger.append(ledger_event("warned", text="x" * 500))
     reader = LedgerReader(Storage(tmp_path))
     reader.read()
     original = Storage.read
@@ -108,7 +108,8 @@ def test_events_prints_a_line_for_each_event_with_its_session_and_fields(tmp_pat
     ledger_of_a_run(tmp_path)
     lines = invoke("events", str(tmp_path)).output.splitlines()
     assert [line.split()[2] for line in lines] == [
-        "session_started", "generation", "steps", "commit", "generation_ended", "finished",
+        "session_started", "generation_started", "steps_completed", "commit_succeeded", "generation_ended",
+        "run_finished",
     ]  # fmt: skip
     assert datetime.fromisoformat(lines[0].split()[0]).tzinfo is not None and lines[0].split()[1] == "1"
     assert "step=40" in lines[2] and "loss=2.5" in lines[2] and "metrics={loss=2.5}" in lines[2]
@@ -116,9 +117,9 @@ def test_events_prints_a_line_for_each_event_with_its_session_and_fields(tmp_pat
 
 def test_events_of_one_kind_as_json_have_all_fields_of_the_ledger(tmp_path: Path) -> None:
     ledger_of_a_run(tmp_path)
-    lines = invoke("events", str(tmp_path), "--kind", "commit", "--kind", "finished", "--json").stdout.splitlines()
-    entries = [json.loads(line) for line in lines]
-    assert [entry["event"] for entry in entries] == ["commit", "finished"]
+    shown = invoke("events", str(tmp_path), "--kind", "commit_succeeded", "--kind", "run_finished", "--json").stdout
+    entries = [json.loads(line) for line in shown.splitlines()]
+    assert [entry["event"] for entry in entries] == ["commit_succeeded", "run_finished"]
     in_ledger = [json.loads(line) for path in tmp_path.glob("ledger/*") for line in path.read_text().splitlines()]
     by_name = {entry["event"]: entry for entry in in_ledger}
     assert all(entries[i].items() >= by_name[entries[i]["event"]].items() for i in range(2))
@@ -128,8 +129,8 @@ def test_events_prints_the_last_ones_and_counts_sessions(tmp_path: Path) -> None
     ledger_of_a_run(tmp_path)
     with closing(Ledger(Storage(tmp_path), "s2")) as ledger:
         write(ledger, "session_started")
-    lines = invoke("events", str(tmp_path), "--last", "2", "--kind", "finished", "--kind", "session_started").output
-    assert [line.split()[1:3] for line in lines.splitlines()] == [["1", "finished"], ["2", "session_started"]]
+    lines = invoke("events", str(tmp_path), "--last", "2", "--kind", "run_finished", "--kind", "session_started").output
+    assert [line.split()[1:3] for line in lines.splitlines()] == [["1", "run_finished"], ["2", "session_started"]]
 
 
 def test_the_name_of_a_run_is_enough_if_one_folder_has_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,7 +147,7 @@ def test_the_name_of_a_run_is_enough_if_one_folder_has_it(tmp_path: Path, monkey
 
 def test_events_refuses_an_unknown_kind_and_a_folder_without_a_run(tmp_path: Path) -> None:
     ledger_of_a_run(tmp_path / "lm")
-    with pytest.raises(ConfigError, match=r"^--kind comit: .*commit_begun"):
+    with pytest.raises(ConfigError, match=r"^--kind comit: .*commit_started"):
         invoke("events", str(tmp_path / "lm"), "--kind", "comit")
     for command in ("events", "watch"):
         with pytest.raises(ConfigError, match="there is no run in this folder"):
@@ -160,7 +161,7 @@ def test_a_text_of_several_words_in_a_field_of_a_field_stays_whole(tmp_path: Pat
 
 
 def test_long_texts_are_cut_to_one_line(tmp_path: Path, ledger: Ledger) -> None:
-    write(ledger, "stacks", member="m", place="p", stacks="File a.py\n" + "x" * 1000)
+    write(ledger, "stacks_recorded", member="m", place="p", stacks="File a.py\n" + "x" * 1000)
     [line] = invoke("events", str(tmp_path)).output.splitlines()
     assert "stacks=File a.py …" in line
 
@@ -182,13 +183,13 @@ def test_events_follows_a_run_until_its_session_ends(
         lease.acquire()
         thread = threading.Thread(target=follow)
         thread.start()
-        write(ledger, "commit", step=3)
+        write(ledger, "commit_succeeded", step=3)
         assert not printed.wait(0.1)
         write(ledger, "session_ended")
         assert not printed.wait(0.1), "another driver may resume the run before it lets go"
     thread.join(30)
     names = [json.loads(line)["event"] for line in result[0].splitlines()]
-    assert names == ["session_started", "commit", "session_ended"]
+    assert names == ["session_started", "commit_succeeded", "session_ended"]
 
 
 def test_events_does_not_follow_a_dead_driver(tmp_path: Path, ledger: Ledger) -> None:
@@ -199,14 +200,14 @@ def test_events_does_not_follow_a_dead_driver(tmp_path: Path, ledger: Ledger) ->
 def test_watch_shows_what_happened_to_a_run(ledger: Ledger, clock: Clock, tmp_path: Path) -> None:
     write(ledger, "session_started", config={"name": "lm", "steps": 200})
     train(ledger, clock, workers=4, steps=range(50), seconds=2.0)
-    write(ledger, "commit", step=50, seconds=0.4, num_bytes=3 << 20, generation=1)
-    write(ledger, "worker_lost", generation=1, member="m", error="its process exited")
+    write(ledger, "commit_succeeded", step=50, seconds=0.4, num_bytes=3 << 20, generation=1)
+    write(ledger, "worker_failed", generation=1, member="m", error="its process exited")
     train(ledger, clock, workers=3, steps=range(50, 100), seconds=3.0, generation=2)
     phases = {"data": 0.03, "forward": 0.09, "backward": 0.18}
     memory = [2 << 30, 3 << 30, 1 << 30]
     write(
         ledger,
-        "phases",
+        "phases_measured",
         generation=2,
         step=100,
         num_steps=20,
@@ -236,7 +237,7 @@ def test_watch_shows_values_that_are_not_finite_and_the_end_of_epochs(
 ) -> None:
     write(ledger, "session_started", config={"name": "lm", "epochs": 3}, total_steps=90)
     train(ledger, clock, workers=2, steps=range(30), seconds=2.0)
-    write(ledger, "evaluation", generation=1, name="validation_loss", loss=math.nan)
+    write(ledger, "evaluation_finished", generation=1, name="validation_loss", loss=math.nan)
     write(ledger, "step_skipped", generation=1, step=30, reason="a loss is NaN", loss_scale=math.inf)
     text = shown(read_ledger(Storage(tmp_path)), clock.now)
     assert "validation_loss nan" in text and "scale is now inf" in text
@@ -249,14 +250,14 @@ def test_a_failed_request_to_the_storage_loses_no_event(
     write(ledger, "session_started")
     run = RunLedger(str(tmp_path))
     assert [event.event for event in run.read()] == ["session_started"]
-    write(ledger, "commit", step=1)
+    write(ledger, "commit_succeeded", step=1)
     with monkeypatch.context() as patch:
         patch.setattr(Storage, "read", lambda storage, key: (_ for _ in ()).throw(StorageError("503 Slow Down")))
         assert run.poll() == ([], False)
     with DriverLease(Storage(tmp_path), "lm", lambda _: "s1", print) as lease:
         lease.acquire()
         events, is_over = run.poll()
-    assert [event.event for event in events] == ["commit"] and not is_over
+    assert [event.event for event in events] == ["commit_succeeded"] and not is_over
 
 
 def test_a_session_that_has_ended_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -284,13 +285,13 @@ def test_watch_of_an_ended_run_has_its_sessions_and_no_members(ledger: Ledger, c
     train(ledger, clock, workers=2, steps=range(50), seconds=2.0)
     account = {"rendezvous": 0.0, "useful": 10.0}
     write(ledger, "generation_ended", generation=1, last_step=50, reason="the run ended", account=account)
-    write(ledger, "finished", status="stopped", steps=50, samples=800)
+    write(ledger, "run_finished", status="stopped", steps=50, samples=800)
     write(ledger, "session_ended")
     clock.now += 90_000
     with closing(Ledger(Storage(tmp_path), "s2", clock)) as second:
         write(second, "session_started", resumed_from_step=50, config={"name": "lm", "steps": 200})
         train(second, clock, workers=3, steps=range(50, 90), seconds=2.0)
-        write(second, "finished", status="failed", steps=90, error="RuntimeError: boom")
+        write(second, "run_finished", status="failed", steps=90, error="RuntimeError: boom")
         write(second, "session_ended")
     text = shown(read_ledger(Storage(tmp_path)), clock.now)
     assert "left" not in text and "rank" not in text
@@ -319,11 +320,11 @@ def test_curves_are_blank_where_nothing_is_known_and_span_generations(
 def test_watch_fits_40_columns_with_all_marks_and_bars(ledger: Ledger, clock: Clock, tmp_path: Path) -> None:
     write(ledger, "session_started", config={"name": "lm", "steps": 200})
     train(ledger, clock, workers=4, steps=range(50), seconds=2.0)
-    write(ledger, "worker_lost", generation=1, member="m", error="its process exited")
+    write(ledger, "worker_failed", generation=1, member="m", error="its process exited")
     clock.now += 10.0
     write(ledger, "worker_left", generation=1, member="n", kind="drain")
     train(ledger, clock, workers=2, steps=range(50, 100), seconds=3.0, generation=2)
-    write(ledger, "commit", step=50, seconds=0.4, num_bytes=3 << 10, generation=2)
+    write(ledger, "commit_succeeded", step=50, seconds=0.4, num_bytes=3 << 10, generation=2)
     out = Console(file=io.StringIO(), width=40)
     out.print(frame(read_ledger(Storage(tmp_path)), clock.now, width=40))
     lines = out.file.getvalue().splitlines()
@@ -348,11 +349,11 @@ def test_watch_prints_one_view_where_there_is_no_terminal(tmp_path: Path) -> Non
     ("events", "text", "is_live"),
     [
         (["session_started"], "starting", True),
-        (["session_started", "generation"], "training", True),
-        (["generation", "worker_lost"], "a worker failed", True),
-        (["generation", "evaluating"], "evaluating ()", True),
-        (["generation", "evaluating", "evaluation"], "training", True),
-        (["session_started", "generation", "finished", "session_started"], "starting", True),
+        (["session_started", "generation_started"], "training", True),
+        (["generation_started", "worker_failed"], "a worker failed", True),
+        (["generation_started", "evaluation_started"], "evaluating ()", True),
+        (["generation_started", "evaluation_started", "evaluation_finished"], "training", True),
+        (["session_started", "generation_started", "run_finished", "session_started"], "starting", True),
     ],
 )
 def test_the_state_is_that_of_the_newest_events(events: list[str], text: str, is_live: bool) -> None:
@@ -360,10 +361,11 @@ def test_the_state_is_that_of_the_newest_events(events: list[str], text: str, is
 
 
 def test_a_run_whose_driver_died_is_not_live() -> None:
-    events = [ledger_event("session_started"), ledger_event("generation")]
+    events = [ledger_event("session_started"), ledger_event("generation_started")]
     state = state_of(events, driver_is_dead=True)
     assert not state.is_live and "driver died" in state.text
-    assert state_of([*events, ledger_event("finished", status="stopped")], driver_is_dead=True) == ("stopped", False)
+    events.append(ledger_event("run_finished", status="stopped"))
+    assert state_of(events, driver_is_dead=True) == ("stopped", False)
 
 
 def test_a_sparkline_has_a_bar_for_each_value() -> None:

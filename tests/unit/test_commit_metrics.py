@@ -99,14 +99,14 @@ def test_a_resumed_run_knows_the_metrics_of_its_commit(new_run: NewRun, tmp_path
 def test_a_best_metric_without_a_value_is_warned_about_once(new_run: NewRun) -> None:
     run = new_run(checkpoint={"every_steps": 1, "keep_best": 1, "best_metric": "accuracy"})
     train(run, wait_for_saves(run))
-    [warning] = client_of(run).events_of("warning")
+    [warning] = client_of(run).events_of("warned")
     assert "best_metric='accuracy' has no value" in warning["text"] and "have one: loss. " in warning["text"]
 
 
 def test_the_first_commit_with_other_metrics_warns_about_the_best_metric(new_run: NewRun) -> None:
     run = new_run(checkpoint={"every_steps": 6, "keep_best": 1, "best_metric": "val_loss"})
     train_and_evaluate(run, {2: 0.5})
-    [warning] = client_of(run).events_of("warning")
+    [warning] = client_of(run).events_of("warned")
     assert "best_metric='val_loss' has no value" in warning["text"]
     assert "have one: index, loss, validation_loss. " in warning["text"]
 
@@ -125,7 +125,7 @@ def test_a_restart_from_step_0_forgets_the_metrics_of_the_steps_that_it_repeats(
             raise dist.DistNetworkError(PEER_FAILURE)
 
     train_and_count(run, fail)
-    assert client_of(run).steps_of("commit_failed") == [2] and client_of(run).steps_of("commit")[0] == 2
+    assert client_of(run).steps_of("commit_failed") == [2] and client_of(run).steps_of("commit_succeeded")[0] == 2
     assert set(newest_record(tmp_path)["metrics"]) == {"loss"}
 
 

@@ -142,7 +142,7 @@ def test_all_failed_workers_of_an_earlier_process_count_once_when_a_run_resumes(
 def test_commits_come_every_so_many_steps(new_run: NewRun) -> None:
     run = new_run(steps=7, checkpoint={"every_steps": 3})
     train(run, wait_for_saves(run))
-    assert client_of(run).steps_of("commit") == [3, 6, 7]
+    assert client_of(run).steps_of("commit_succeeded") == [3, 6, 7]
 
 
 def test_a_measured_interval_is_in_the_ledger_and_in_the_commit(new_run: NewRun, tmp_path: Path) -> None:
@@ -153,7 +153,7 @@ def test_a_measured_interval_is_in_the_ledger_and_in_the_commit(new_run: NewRun,
             client_of(run).commit_requested += 1
 
     train(run, wait_for_saves(run, request))
-    commits = client_of(run).events_of("commit")
+    commits = client_of(run).events_of("commit_succeeded")
     assert [event["step"] for event in commits] == [2, 4, 6]
     assert commits[-1]["interval_s"] == pytest.approx(checkpointer_of(run).schedule.interval_s, rel=0.05)
     assert commits[-1]["interval_s"] != FIRST_INTERVAL_S
@@ -164,7 +164,7 @@ def test_a_measured_interval_is_in_the_ledger_and_in_the_commit(new_run: NewRun,
 def test_a_fixed_interval_is_neither_in_the_ledger_nor_in_the_commit(new_run: NewRun, tmp_path: Path) -> None:
     run = new_run(checkpoint={"every_steps": 3})
     train(run, wait_for_saves(run))
-    assert {event["interval_s"] for event in client_of(run).events_of("commit")} == {None}
+    assert {event["interval_s"] for event in client_of(run).events_of("commit_succeeded")} == {None}
     assert not {"losses", "watched_s"} & newest_record(tmp_path).keys()
 
 
@@ -198,7 +198,7 @@ def test_measurements_survive_restarts_of_the_training_function(new_run: NewRun)
 
     train_and_count(run, fail)
     assert failed == {1, 2} and checkpointer_of(run).schedule.to_record()["losses"] == 2
-    assert client_of(run).events_of("commit")[-1]["interval_s"] != FIRST_INTERVAL_S
+    assert client_of(run).events_of("commit_succeeded")[-1]["interval_s"] != FIRST_INTERVAL_S
 
 
 def test_the_failure_of_all_workers_counts_for_those_that_resume(new_run: NewRun) -> None:
@@ -238,8 +238,8 @@ def test_a_commit_that_is_due_while_another_is_written_is_skipped(
             checkpointer_of(run).close(60)
 
     train(run, in_step)
-    assert client_of(run).steps_of("commit_left_out") == [4, 6]
-    assert client_of(run).steps_of("commit") == [2, 8, 10, 12]
+    assert client_of(run).steps_of("commit_skipped") == [4, 6]
+    assert client_of(run).steps_of("commit_succeeded") == [2, 8, 10, 12]
 
 
 def test_a_commit_that_replaces_one_of_a_failed_rank_0_is_not_skipped(
@@ -257,8 +257,8 @@ def test_a_commit_that_replaces_one_of_a_failed_rank_0_is_not_skipped(
             checkpointer.close(60)
 
     train(run, in_step)
-    assert client_of(run).steps_of("commit_left_out") == []
-    assert client_of(run).steps_of("commit") == [4, 7, 11, 12]
+    assert client_of(run).steps_of("commit_skipped") == []
+    assert client_of(run).steps_of("commit_succeeded") == [4, 7, 11, 12]
 
 
 Requests = list[tuple[int, int | None]]
@@ -283,8 +283,8 @@ def commits_with_requests(
                 checkpointer_of(run).close(60)
 
         train(run, in_step)
-        commits = [(event["step"], event["request"]) for event in client_of(run).events_of("commit")]
-        return commits, client_of(run).steps_of("commit_left_out"), due
+        commits = [(event["step"], event["request"]) for event in client_of(run).events_of("commit_succeeded")]
+        return commits, client_of(run).steps_of("commit_skipped"), due
 
     return run_with
 
@@ -348,4 +348,4 @@ def test_a_run_commits_after_the_step_in_which_one_node_is_left(new_run: NewRun)
             raise dist.DistNetworkError(PEER_FAILURE)
 
     train(run, wait_for_saves(run, fail))
-    assert client.steps_of("commit") == [3, 6]
+    assert client.steps_of("commit_succeeded") == [3, 6]

@@ -93,7 +93,7 @@ def test_the_end_of_an_epoch_is_known_in_its_last_step(new_run: NewRun) -> None:
 def test_a_run_commits_at_the_end_of_every_so_many_epochs(new_run: NewRun) -> None:
     run = new_run(ROWS, steps=8, checkpoint={"every_epochs": 1})
     train(run, wait_for_saves(run))
-    assert client_of(run).steps_of("commit") == [3, 6, 8]
+    assert client_of(run).steps_of("commit_succeeded") == [3, 6, 8]
 
 
 def test_every_is_for_schedulers_and_is_step_or_epoch(new_run: NewRun) -> None:
@@ -157,7 +157,7 @@ def test_a_second_step_of_an_optimizer_or_scheduler_is_an_error(
 ) -> None:
     run = new_run(checkpoint={"every_steps": 1})
     expect_config_error(run, stepping(in_block, after_block), *message)
-    assert client_of(run).steps_of("commit") == [], "a state that was stepped twice is not committed"
+    assert client_of(run).steps_of("commit_succeeded") == [], "a state that was stepped twice is not committed"
 
 
 def test_an_optimizer_may_be_stepped_before_the_loop_and_one_that_is_not_prepared_in_it(new_run: NewRun) -> None:

@@ -211,7 +211,7 @@ def test_metrics_of_a_dict_are_recorded_under_names_with_a_prefix(
             compute_gradients(step, model)
             step.optimize()
     assert run.evaluate(lambda *_: torch.zeros(()), "held-out", name=name) == values
-    events = {event["name"]: event["loss"] for event in client_of(run).events_of("evaluation")}
+    events = {event["name"]: event["loss"] for event in client_of(run).events_of("evaluation_finished")}
     assert events == {f"{prefix}_loss": 0.5, f"{prefix}_accuracy": 0.75}
     assert run._loop.checkpointer.metrics.to_record()["metrics"].keys() >= events.keys()
 

@@ -60,7 +60,7 @@ def test_too_few_even_workers_wait_for_min_workers() -> None:
 def test_the_console_says_how_many_ready_workers_stand_by(play: Play) -> None:
     async def scenario(rendezvous: Rendezvous) -> None:
         assert [isinstance(place, Assignment) for place in await started(rendezvous, size=3)] == [True, True, False]
-        (formed,) = await events_of(rendezvous, "rendezvous")
+        (formed,) = await events_of(rendezvous, "generation_formed")
         assert formed.world_size == 2 and formed.standing_by == 1
         assert describe_event(formed) == (
             "1 ready worker waits: even_micro_batches, or the size of the groups of hybrid sharding, allows 2"

@@ -25,16 +25,16 @@ def test_every_event_can_be_described_even_if_its_texts_are_empty(name: str) -> 
 
 
 def test_an_event_happened_before_the_driver_recorded_it() -> None:
-    moments = [ledger_event("commit", at=at, time=5.0).moment for at in (None, 4.0, 6.0)]
+    moments = [ledger_event("commit_succeeded", at=at, time=5.0).moment for at in (None, 4.0, 6.0)]
     assert moments == [5.0, 4.0, 5.0]
 
 
 def test_a_field_of_a_newer_version_is_dropped() -> None:
-    entry = {"event": "commit", "generation": 1, "step": 5, "seconds": 0.5, "time": 2.0, "new": 1}
+    entry = {"event": "commit_succeeded", "generation": 1, "step": 5, "seconds": 0.5, "time": 2.0, "new": 1}
     assert parse(entry) == CommitSucceeded(generation=1, step=5, seconds=0.5, time=2.0)
 
 
-@pytest.mark.parametrize("content", [{"event": "from_the_future", "x": 1}, {"event": "commit", "step": 5}])
+@pytest.mark.parametrize("content", [{"event": "from_the_future", "x": 1}, {"event": "commit_succeeded", "step": 5}])
 def test_an_event_that_does_not_match_a_class_keeps_its_fields(content: dict[str, Any]) -> None:
     event = parse({**content, "session": "s1"})
     assert isinstance(event, UnknownEvent) and event.session == "s1"

@@ -64,8 +64,9 @@ def test_the_scale_keeps_gradients_that_float16_would_round_to_zero(new_run: New
     train(run, {}, TINY)
     full = new_run(precision="fp32", log_every_steps=1, clip_grad_norm=1.0, folder="full")
     train(full, {}, TINY)
-    norms, expected = ([e["metrics"]["grad_norm"] for e in client_of(r).events_of("steps")] for r in (run, full))
-    losses, expected_losses = ([e["loss"] for e in client_of(r).events_of("steps")] for r in (run, full))
+    logged = [client_of(each).events_of("steps_completed") for each in (run, full)]
+    norms, expected = ([event["metrics"]["grad_norm"] for event in events] for events in logged)
+    losses, expected_losses = ([event["loss"] for event in events] for events in logged)
     assert norms[0] > 0 and norms[0] == pytest.approx(expected[0], rel=1e-2)
     assert losses[0] == pytest.approx(expected_losses[0], rel=1e-2)
 
@@ -76,7 +77,7 @@ def test_a_step_whose_gradients_overflow_is_skipped_and_counted(new_run: NewRun)
     events = client_of(run).events_of("step_skipped")
     assert [(event["step"], event["loss_scale"]) for event in events] == [(3, 2.0**15), (4, 2.0**14)]
     assert "gradients overflow at a loss scale of 65536" in events[0]["reason"]
-    scales = [event["metrics"]["loss_scale"] for event in client_of(run).events_of("steps")]
+    scales = [event["metrics"]["loss_scale"] for event in client_of(run).events_of("steps_completed")]
     assert scales == [2.0**16] * 3 + [2.0**15] + [2.0**14] * 2
 
 

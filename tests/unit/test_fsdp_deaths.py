@@ -279,7 +279,7 @@ def test_mirrors_that_do_not_fit_are_left_out(tmp_path: Path, calm: dict[str, An
         run.start(3)
         assert hashes(run) == calm
         assert generations(run) in ([(3, 0), (2, 4)], [(3, 0), (2, 2)])
-        warnings: list[Any] = run.rendezvous.events("warning")
+        warnings: list[Any] = run.rendezvous.events("warned")
         assert "have no mirrors: the host of" in warnings[0].text and "0.00 GB free" in warnings[0].text
 
 

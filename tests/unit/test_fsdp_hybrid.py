@@ -41,7 +41,7 @@ def test_hybrid_has_the_bits_of_full_sharding(tmp_path: Path, settings: dict[str
             run.start(size)
             outcomes.append(hashes(run))
             assert generations(run) == [(size, 0)]
-            commit: Any = run.rendezvous.events("commit")[-1]
+            commit: Any = run.rendezvous.events("commit_succeeded")[-1]
             sizes.append(commit.num_bytes)
     assert outcomes[0] == outcomes[1]
     assert sizes[1] < 1.2 * sizes[0], "each shard is committed once"

@@ -23,14 +23,14 @@ def parts(**seconds: float) -> dict[str, float]:
 FAILURE = [
     started(100.0),
     formed(1, 103.0, None),
-    event("generation", 104.0, generation=1, first_step=0),
+    event("generation_started", 104.0, generation=1, first_step=0),
     event("first_step", 104.5, generation=1, seconds=0.4),
-    accounted("steps", 1, 109.0, step=10, rendezvous=0.25, hand_over=0.75, useful=5.0),
-    event("worker_lost", 113.0, generation=1, error="silent"),
+    accounted("steps_completed", 1, 109.0, step=10, rendezvous=0.25, hand_over=0.75, useful=5.0),
+    event("worker_failed", 113.0, generation=1, error="silent"),
     accounted("generation_account", 1, 113.25, rendezvous=0.25, hand_over=0.75, useful=6.25, redone=0.5, detection=2.5),
     formed(2, 115.0, 12, waited_s=1.25),
     event("first_step", 116.0, generation=2, seconds=0.3),
-    accounted("commit", 2, 124.0, step=20, rendezvous=0.125, hand_over=0.375, useful=7.5, checkpoint=1.0),
+    accounted("commit_succeeded", 2, 124.0, step=20, rendezvous=0.125, hand_over=0.375, useful=7.5, checkpoint=1.0),
     accounted("generation_ended", 2, 125.0, last_step=20, rendezvous=0.125, hand_over=0.375, useful=8.5,
               checkpoint=1.0),
     finished(126.5),
@@ -81,13 +81,13 @@ def test_work_after_the_commit_is_redone_when_all_workers_fail() -> None:
     events = [
         started(0.0),
         formed(1, 2.0, None),
-        event("generation", 2.0, generation=1, first_step=0),
-        accounted("commit", 1, 10.0, step=10, hand_over=1.0, useful=6.0, checkpoint=1.0),
-        accounted("steps", 1, 15.0, step=20, hand_over=1.0, useful=11.0, checkpoint=1.0),
-        event("worker_lost", 18.0, generation=1, error="killed"),
-        event("worker_lost", 19.0, generation=1, error="killed"),
+        event("generation_started", 2.0, generation=1, first_step=0),
+        accounted("commit_succeeded", 1, 10.0, step=10, hand_over=1.0, useful=6.0, checkpoint=1.0),
+        accounted("steps_completed", 1, 15.0, step=20, hand_over=1.0, useful=11.0, checkpoint=1.0),
+        event("worker_failed", 18.0, generation=1, error="killed"),
+        event("worker_failed", 19.0, generation=1, error="killed"),
         formed(2, 30.0, None, reason="worker failed", waited_s=1.0),
-        event("generation", 30.5, generation=2, first_step=10),
+        event("generation_started", 30.5, generation=2, first_step=10),
         accounted("generation_ended", 2, 40.0, last_step=30, hand_over=0.5, useful=9.5),
         finished(40.0),
     ]
@@ -109,11 +109,11 @@ def test_a_session_that_resumes_from_an_older_step_redoes_work() -> None:
     first = [
         started(0.0),
         formed(1, 1.0, None),
-        event("generation", 1.0, generation=1, first_step=0),
-        accounted("commit", 1, 5.0, step=4, useful=4.0),
-        accounted("steps", 1, 8.0, step=7, useful=7.0),
+        event("generation_started", 1.0, generation=1, first_step=0),
+        accounted("commit_succeeded", 1, 5.0, step=4, useful=4.0),
+        accounted("steps_completed", 1, 8.0, step=7, useful=7.0),
         formed(2, 8.0, 7, reason="workers joined"),
-        accounted("steps", 2, 11.0, step=9, useful=3.0),
+        accounted("steps_completed", 2, 11.0, step=9, useful=3.0),
     ]
     assert partition(first)["useful"] == 10.0, "no work is known to be discarded"
     assert partition([*first, started(1000.0, "s2", step=9)])["redone"] == 0.0
@@ -126,7 +126,7 @@ def test_the_end_of_a_generation_bounds_its_redone_work() -> None:
     events = [
         started(0.0),
         formed(1, 1.0, None),
-        accounted("commit", 1, 5.0, step=4, useful=4.0),
+        accounted("commit_succeeded", 1, 5.0, step=4, useful=4.0),
         accounted("generation_ended", 1, 9.0, last_step=8, useful=8.0),
     ]
     assert partition([*events, started(100.0, "s2", step=6)]) == parts(start_up=1.0, useful=6.0, redone=2.0)
@@ -136,8 +136,8 @@ def test_redone_seconds_are_counted_once() -> None:
     events = [
         started(0.0),
         formed(1, 1.0, None),
-        accounted("steps", 1, 6.0, step=10, useful=5.0),
-        event("worker_lost", 6.0, generation=1),
+        accounted("steps_completed", 1, 6.0, step=10, useful=5.0),
+        event("worker_failed", 6.0, generation=1),
         accounted("generation_account", 1, 6.0, useful=4.0, redone=1.0),
     ]
     assert partition([*events, started(100.0, "s2", step=5)]) == parts(start_up=1.0, useful=2.0, redone=3.0)
@@ -159,8 +159,8 @@ def test_a_generation_without_a_state_means_that_all_workers_failed(reason: str)
     events = [
         started(0.0),
         formed(1, 1.0, None),
-        accounted("steps", 1, 5.0, step=4, useful=4.0),
-        event("worker_lost", 5.5, generation=1),
+        accounted("steps_completed", 1, 5.0, step=4, useful=4.0),
+        event("worker_failed", 5.5, generation=1),
         formed(2, 9.0, 4, reason=reason, waited_s=0.5),
         accounted("generation_ended", 2, 10.0, last_step=5, useful=1.0),
     ]
@@ -171,8 +171,8 @@ def test_an_account_that_ends_shortly_before_the_failure_is_a_survivors() -> Non
     events = [
         started(0.0),
         formed(1, 1.0, None),
-        accounted("steps", 1, 5.0, step=4, useful=4.0),
-        event("worker_lost", 5.75, generation=1),
+        accounted("steps_completed", 1, 5.0, step=4, useful=4.0),
+        event("worker_failed", 5.75, generation=1),
         formed(2, 9.0, 4, waited_s=0.5),
         finished(9.0),
     ]
@@ -186,7 +186,7 @@ def test_a_worker_that_fails_while_it_waits_redoes_no_work() -> None:
         started(0.0),
         formed(1, 1.0, None),
         accounted("generation_ended", 1, 5.0, last_step=4, useful=4.0),
-        event("worker_lost", 15.0, generation=1),
+        event("worker_failed", 15.0, generation=1),
         formed(2, 20.0, 4, waited_s=14.0),
         accounted("generation_ended", 2, 22.0, last_step=5, useful=2.0),
         finished(22.0),
@@ -202,9 +202,9 @@ def test_survivors_of_a_sharded_run_do_not_wait_for_workers() -> None:
         started(0.0),
         formed(1, 1.0, None),
         accounted("generation_ended", 1, 13.0, last_step=12, useful=12.0),
-        event("worker_lost", 13.25, generation=1),
+        event("worker_failed", 13.25, generation=1),
         formed(2, 16.0, None, waited_s=0.5),
-        event("generation", 16.5, generation=2, first_step=10),
+        event("generation_started", 16.5, generation=2, first_step=10),
         accounted("generation_ended", 2, 18.0, last_step=12, useful=2.0),
         finished(18.0),
     ]
@@ -217,11 +217,11 @@ def test_restarts_of_training_functions_count_as_rendezvous(teller: str) -> None
     events = [
         started(0.0),
         formed(1, 1.0, None),
-        accounted("commit", 1, 9.0, step=8, useful=8.0),
-        event("worker_lost", 11.0, generation=1),
+        accounted("commit_succeeded", 1, 9.0, step=8, useful=8.0),
+        event("worker_failed", 11.0, generation=1),
         accounted(teller, 1, 11.0, useful=8.0, redone=2.0),
         formed(2, 31.0, None, reason="worker failed"),
-        event("generation", 31.0, generation=2, first_step=8),
+        event("generation_started", 31.0, generation=2, first_step=8),
         accounted("generation_ended", 2, 41.0, last_step=18, useful=10.0),
         finished(41.0),
     ]
@@ -240,8 +240,8 @@ def test_time_without_replacements_is_waiting(status: str, expected: Mapping[str
     events = [
         started(0.0),
         formed(1, 1.0, None),
-        accounted("steps", 1, 5.0, step=4, useful=4.0),
-        event("worker_lost", 7.0, generation=1),
+        accounted("steps_completed", 1, 5.0, step=4, useful=4.0),
+        event("worker_failed", 7.0, generation=1),
         finished(27.0, status=status),
     ]
     assert partition(events) == parts(start_up=1.0, useful=4.0, **expected)
@@ -264,7 +264,7 @@ def test_a_run_whose_workers_are_all_drained_waits() -> None:
 
 
 def test_a_session_without_a_generation_is_all_start_up() -> None:
-    killed = [started(10.0), event("newcomer_lost", 13.0, late=1.0, generation=0)]
+    killed = [started(10.0), event("newcomer_failed", 13.0, late=1.0, generation=0)]
     assert partition(killed) == parts(start_up=3.0)
     assert partition([*killed, finished(16.0)]) == parts(start_up=6.0)
     assert partition([*killed, started(100.0, "s2"), finished(101.0, "s2")]) == parts(start_up=4.0)
@@ -272,7 +272,7 @@ def test_a_session_without_a_generation_is_all_start_up() -> None:
 
 
 def test_clocks_that_are_ahead_are_corrected() -> None:
-    ahead = accounted("steps", 1, 900.0, late=-890.0, step=3, useful=8.0)
+    ahead = accounted("steps_completed", 1, 900.0, late=-890.0, step=3, useful=8.0)
     assert partition([started(0.0), formed(1, 2.0, None), ahead]) == parts(start_up=2.0, useful=8.0)
 
 
@@ -283,5 +283,7 @@ def test_a_ledger_without_accounts_has_no_goodput() -> None:
 
 
 def test_an_account_longer_than_its_generation_is_scaled_down() -> None:
-    events = [started(0.0), formed(1, 1.0, None), accounted("steps", 1, 5.0, step=4, useful=6.0, checkpoint=2.0)]
-    assert partition([*events, finished(5.0)]) == parts(start_up=1.0, useful=3.0, checkpoint=1.0)
+    steps = accounted("steps_completed", 1, 5.0, step=4, useful=6.0, checkpoint=2.0)
+    assert partition([started(0.0), formed(1, 1.0, None), steps, finished(5.0)]) == parts(
+        start_up=1.0, useful=3.0, checkpoint=1.0
+    )

@@ -40,23 +40,23 @@ def test_the_parts_of_a_generated_run_are_found(data: st.DataObject) -> None:
             if anew:
                 step = 0
                 truth["redone"], truth["useful"] = truth["redone"] + truth["useful"], 0.0
-                events.append(event("generation", now, session, generation=number, first_step=0, late=0.0))
+                events.append(event("generation_started", now, session, generation=number, first_step=0, late=0.0))
             account = {"rendezvous": spend("rendezvous"), "hand_over": spend("hand_over"), "useful": 0.0}
             for _ in range(data.draw(st.integers(0, 3))):
                 account["useful"] += spend("useful")
                 account["checkpoint"] = account.get("checkpoint", 0.0) + spend("checkpoint")
                 step += 1
-                events.append(accounted("steps", number, now, session, step=step, late=0.0, **account))
+                events.append(accounted("steps_completed", number, now, session, step=step, late=0.0, **account))
             if data.draw(st.booleans()):  # a worker survives
                 account |= {"redone": spend("redone"), "detection": spend("detection")}
-                events.append(event("worker_lost", now, session, generation=number, late=0.0))
+                events.append(event("worker_failed", now, session, generation=number, late=0.0))
                 events.append(accounted("generation_account", number, now, session, late=0.0, **account))
                 gap, waited, anew = spend("rendezvous"), spend("waiting"), False
             else:
                 if not account["useful"]:
-                    events.append(accounted("steps", number, now, session, step=step, late=0.0, **account))
+                    events.append(accounted("steps_completed", number, now, session, step=step, late=0.0, **account))
                 spend("redone", at_least=1.5)
-                events.append(event("worker_lost", now, session, generation=number, late=0.0))
+                events.append(event("worker_failed", now, session, generation=number, late=0.0))
                 spend("waiting")
                 gap, waited, anew = 0.0, 0.0, True
         truth["rendezvous"] -= gap  # no generation follows, so this was waiting
@@ -71,8 +71,9 @@ anything = st.fixed_dictionaries(
     {
         "event": st.sampled_from(
             [
-                "session_started", "rendezvous", "generation", "steps", "commit", "generation_ended",
-                "generation_account", "first_step", "worker_lost", "worker_left", "finished", "failed",
+                "session_started", "generation_formed", "generation_started", "steps_completed", "commit_succeeded",
+                "generation_ended", "generation_account", "first_step", "worker_failed", "worker_left", "run_finished",
+                "run_failed",
             ]
         ),
         "time": times,

@@ -58,7 +58,7 @@ def test_only_a_run_that_has_done_all_its_steps_is_finished(
 
 def test_show_and_watch_say_at_which_step_a_run_left_its_loop(tmp_path: Path) -> None:
     started = ("session_started", {"config": {"name": "lm"}, "total_steps": 40})
-    write_ledger(tmp_path, "s1", started, ("finished", {"status": "left", "steps": 10, "total_steps": 40}))
+    write_ledger(tmp_path, "s1", started, ("run_finished", {"status": "left", "steps": 10, "total_steps": 40}))
     for command in (["show"], ["watch", "--once"]):
         assert "left its loop at step 10 of 40" in invoke(*command, str(tmp_path)).output
 

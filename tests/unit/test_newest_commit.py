@@ -227,4 +227,4 @@ def test_a_bad_commit_that_a_save_sets_aside_is_in_the_ledger(new_run: NewRun, t
     train(run, wait_for_saves(run, in_step))
     [event] = client_of(run).events_of("commit_rejected")
     assert event["key"] == "commits/4.json" and "manifest" in event["reason"]
-    assert client_of(run).steps_of("commit") == [2, 4, 6] and max(metrics_by_step(tmp_path)) == 6
+    assert client_of(run).steps_of("commit_succeeded") == [2, 4, 6] and max(metrics_by_step(tmp_path)) == 6

@@ -130,7 +130,7 @@ def test_status_names_a_slow_rank_and_begins_anew_after_it_has_died(tmp_path: Pa
         status = until(workers, lambda status: status["generation"] == 2 and status["phases"] is not None)
         assert len(status["phases"]["work_s"]) == 1 and status["bottleneck"] is None
         first_step = workers.started()[-1].first_step
-        measured: list[Any] = [event for event in workers.rendezvous.events("phases") if event.generation == 2]
+        measured: list[Any] = [event for event in workers.rendezvous.events("phases_measured") if event.generation == 2]
         assert measured[0].step - measured[0].num_steps == first_step + 2, "the first two steps do not count"
 
 

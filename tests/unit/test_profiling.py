@@ -64,7 +64,7 @@ def test_a_rank_records_the_asked_steps_and_stores_trace_and_figures(new_run: Ne
     assert stored == answer
     (recorded,) = map(parse, client_of(run).events_of("profiled"))
     assert describe_event(recorded) == f"[step 5] profiled steps 3-4 on 1 rank: {FOLDER}"
-    assert not client_of(run).events_of("warning")
+    assert not client_of(run).events_of("warned")
 
 
 def test_a_second_request_is_refused_while_the_first_is_served(new_run: NewRun) -> None:
@@ -168,7 +168,7 @@ def test_a_profiler_of_the_training_function_is_left_alone(new_run: NewRun) -> N
     train(run, in_step)
     assert "has used torch.profiler itself" in answer_of(run)["error"]
     assert any(each.key == "aten::addmm" for each in own.key_averages())
-    assert "rank 0 was not profiled, and training continues" in client_of(run).events_of("warning")[0]["text"]
+    assert "rank 0 was not profiled, and training continues" in client_of(run).events_of("warned")[0]["text"]
 
 
 @pytest.mark.parametrize("place", ["start", "stop", "store"])
@@ -184,4 +184,4 @@ def test_a_profile_that_fails_does_not_disturb_training(
     facts = train(run, ask_in(run, 1))
     assert facts["weights_sha256"] == undisturbed["weights_sha256"]
     assert answer_of(run) == {"error": "OSError: no space left on device"}
-    assert len(client_of(run).events_of("warning")) == 1
+    assert len(client_of(run).events_of("warned")) == 1

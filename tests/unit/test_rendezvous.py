@@ -40,7 +40,7 @@ def test_members_get_their_ranks_and_a_working_store(play: Play, long_polls: Non
         store.set("key", "value")
         assert store.get("key") == b"value"
         events = (await rendezvous.wait_for_update(0)).events
-        assert [event.event for event in events] == ["rendezvous"]
+        assert [event.event for event in events] == ["generation_formed"]
         assert (events[0].world_size, events[0].reason, events[0].first_step) == (2, "start", None)
         assert events[0].members == [
             {"rank": 0, "node": "10.0.0.0", "pid": 100, "id": "a0"},
@@ -145,7 +145,7 @@ def test_a_member_in_a_collective_learns_of_a_failure(play: Play, long_polls: No
         await connection.drain()
         connection.close()
         assert await training == Signals(failed_generation=1)
-        failure = await events_of(rendezvous, "worker_lost")
+        failure = await events_of(rendezvous, "worker_failed")
         assert [(event.generation, event.member, event.error) for event in failure] == [(1, "a1", "its process exited")]
 
     play(scenario)
@@ -157,7 +157,7 @@ def test_a_failure_is_recorded_once_with_its_generation(play: Play) -> None:
         for rank in (1, 1, 2):
             who = member("a", rank, 3)
             assert await join(rendezvous, who, after=1, step=5, failure=f"rank {rank} saw it") is None
-        failure = await events_of(rendezvous, "worker_lost")
+        failure = await events_of(rendezvous, "worker_failed")
         assert [(event.generation, event.reported_by, event.error) for event in failure] == [(1, "a1", "rank 1 saw it")]
 
     play(scenario)
@@ -188,7 +188,7 @@ def test_a_newcomer_joins_at_a_step_boundary(play: Play, long_polls: None, monke
         assert [(answer.source, answer.receivers, answer.reason) for answer in answers] == [
             (0, (2,), "workers joined")
         ] * 3
-        formed = await events_of(rendezvous, "rendezvous")
+        formed = await events_of(rendezvous, "generation_formed")
         assert [(event.generation, event.first_step) for event in formed] == [(1, None), (2, 7)]
 
     play(scenario)
@@ -241,7 +241,7 @@ def test_a_member_that_retires_after_the_end_is_no_failure(play: Play, long_poll
         await rendezvous.end(member("a", 1), None, {"status": "finished"})
         await rendezvous.retire(member("a", 1))
         assert (await rendezvous.supervise(["a0", "a1"], 0, {})).failed == {}
-        assert await events_of(rendezvous, "worker_lost") == []
+        assert await events_of(rendezvous, "worker_failed") == []
 
     play(scenario)
 
@@ -292,7 +292,7 @@ def test_a_newcomers_failure_does_not_end_a_run_that_trains(play: Play, long_pol
     async def scenario(rendezvous: Rendezvous) -> None:
         await started(rendezvous)
         assert not await rendezvous.end(member("a", 2), None, failed)
-        (failure,) = await events_of(rendezvous, "newcomer_lost")
+        (failure,) = await events_of(rendezvous, "newcomer_failed")
         assert (failure.member, failure.error) == ("a2", "no such mount")
         directives = await rendezvous.supervise(["a0", "a1", "a2"], 0, {})
         assert (
@@ -332,7 +332,7 @@ def test_a_member_that_leaves_a_generation_unasked_has_failed(play: Play, long_p
     async def scenario(rendezvous: Rendezvous) -> None:
         await started(rendezvous)
         await rendezvous.retire(member("a", 1))
-        (failure,) = await events_of(rendezvous, "worker_lost")
+        (failure,) = await events_of(rendezvous, "worker_failed")
         assert (failure.member, failure.error) == ("a1", "it left its generation without being asked to")
         assert (await rendezvous.poll_signals(member("a", 0), 1, None)).failed_generation == 1
         alone = await join(rendezvous, member("a", 0), 1, 5)

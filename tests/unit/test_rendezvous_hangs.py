@@ -35,7 +35,7 @@ def test_a_hanging_worker_fails_after_all_have_recorded_their_stacks(
         waits, hangs = await asyncio.gather(poll(0, "reduction"), poll(1, "forward"))
         assert any(signals.show_stacks for signals in waits) and any(signals.show_stacks for signals in hangs)
         assert "hung in 'forward' for 0.3 s (hang_timeout_s)" in str(hangs[-1].ended)
-        (hang,) = await events_of(rendezvous, "hang")
+        (hang,) = await events_of(rendezvous, "hang_detected")
         assert hang.culprits == ["a1"] and hang.places == {"a0": "reduction", "a1": "forward"}
         assert isinstance(await join(rendezvous, member("a", 0), 1, 5), Assignment)
         assert await rendezvous.poll_signals(member("a", 0), 2, None) == NO_SIGNALS, "stacks are not requested any more"
@@ -72,7 +72,7 @@ def test_workers_that_come_after_an_abort_continue(play: Play, monkeypatch: pyte
         at = at_place(8, "rendezvous")
         await rendezvous.poll_signals(member("a", 0), 1, None, at)
         assert isinstance(await joined(rendezvous, member("a", 0), 1, 5), Assignment)
-        first, second = await events_of(rendezvous, "hang")
+        first, second = await events_of(rendezvous, "hang_detected")
         assert (first.culprits, second.culprits) == ([], ["a1"])
         assert list((await rendezvous.supervise(["a0", "a1"], 0, {})).failed) == ["a1"]  # type: ignore[union-attr]
 
@@ -101,7 +101,7 @@ def test_a_training_function_in_which_all_workers_hang_ends_the_run(
             task.cancel()
         assert news.outcome["status"] == "failed"
         assert f"'{place}' without progress for 0.3 s (hang_timeout_s)" in news.outcome["error"]
-        assert len([event for event in news.events if event.event == "hang"]) == times
+        assert len([event for event in news.events if event.event == "hang_detected"]) == times
 
     play(scenario, hang_options(0.3))
 
@@ -118,7 +118,7 @@ def test_only_saves_without_progress_are_a_hang(play: Play, monkeypatch: pytest.
             for rank in (0, 1):
                 at = at_place(7, "commit")._replace(worked_s=saving_s)
                 await rendezvous.poll_signals(member("a", rank), 1, None, at)
-        assert await events_of(rendezvous, "hang") == []
+        assert await events_of(rendezvous, "hang_detected") == []
         news = await rendezvous.wait_for_update(10_000)
         while news.outcome is None:
             news = await rendezvous.wait_for_update(10_000)
@@ -138,9 +138,9 @@ def test_a_worker_that_never_joins_fails(play: Play, monkeypatch: pytest.MonkeyP
             await asyncio.sleep(0.01)
         assert asyncio.get_running_loop().time() - begun >= 0.3
         assert directives is not None and list(directives.failed) == ["a2"]
-        (failure,) = await events_of(rendezvous, "newcomer_lost")
+        (failure,) = await events_of(rendezvous, "newcomer_failed")
         assert "not ready to train 0.3 s after its start (hang_timeout_s)" in failure.error
-        assert await events_of(rendezvous, "worker_lost") == []
+        assert await events_of(rendezvous, "worker_failed") == []
 
     play(scenario, hang_options(0.3))
 
@@ -158,8 +158,8 @@ def test_waiting_for_workers_is_no_hang(play: Play, monkeypatch: pytest.MonkeyPa
         while waited < 1.0:  # many timeouts
             assert await join(rendezvous, member("a", 0), 1, 5) is None
             waited = clock() - begun
-        assert await events_of(rendezvous, "hang") == []
-        assert len(await events_of(rendezvous, "worker_lost")) == 1
+        assert await events_of(rendezvous, "hang_detected") == []
+        assert len(await events_of(rendezvous, "worker_failed")) == 1
         newcomer, _ = await asyncio.gather(join(rendezvous, member("a", 2)), joined(rendezvous, member("a", 0), 1, 5))
         assert isinstance(newcomer, Assignment) and newcomer.reason == "worker failed"
 

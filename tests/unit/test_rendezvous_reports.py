@@ -41,7 +41,7 @@ def test_events_reach_the_driver_in_order_with_the_newest_progress(play: Play) -
         await report(rendezvous, [ledger_event("three")], {"step": 2})
         assert await rendezvous.poll_signals(member("a", 0, 1), 1, {"step": 3}) == NO_SIGNALS
         news = await rendezvous.wait_for_update(0)
-        assert [event.event for event in news.events] == ["rendezvous", "one", "two", "three"]
+        assert [event.event for event in news.events] == ["generation_formed", "one", "two", "three"]
         assert (news.progress, news.outcome) == ({"step": 3}, None)
         assert [event.event for event in (await rendezvous.wait_for_update(3)).events] == ["three"]
 
@@ -51,11 +51,11 @@ def test_events_reach_the_driver_in_order_with_the_newest_progress(play: Play) -
 def test_delivered_events_are_deleted() -> None:
     log = EventLog(Snapshot(None))
     for number in range(1, 6):
-        log.add(ledger_event("steps", step=number))
+        log.add(ledger_event("steps_completed", step=number))
     assert [event.step for event in log.after(2)] == [3, 4, 5] == [event.step for event in log.after(2)]
     assert [event.step for event in log.after(0)] == [3, 4, 5]
     assert log.num_events == 5 and log.last(StepsCompleted).step == 5
-    log.add(ledger_event("steps", step=6))
+    log.add(ledger_event("steps_completed", step=6))
     assert [event.step for event in log.after(5)] == [6] and log.num_events == 6
 
 
@@ -63,7 +63,7 @@ def test_the_driver_waits_for_news(play: Play, long_polls: None) -> None:
     async def scenario(rendezvous: Rendezvous) -> None:
         driver = asyncio.create_task(rendezvous.wait_for_update(0))
         await until_blocked(driver)
-        await report(rendezvous, [ledger_event("commit", step=7)], None)
+        await report(rendezvous, [ledger_event("commit_succeeded", step=7)], None)
         assert [event.step for event in (await driver).events] == [7]
 
     play(scenario)
@@ -111,7 +111,7 @@ def test_the_first_outcome_counts_and_ends_the_run_for_all(play: Play, long_poll
         joining = asyncio.create_task(join(rendezvous, member("a", 0), after=1, step=9))
         driver = asyncio.create_task(rendezvous.wait_for_update(1))
         await until_blocked(waiting, joining, driver)
-        await report(rendezvous, [ledger_event("commit", step=9)], None)
+        await report(rendezvous, [ledger_event("commit_succeeded", step=9)], None)
         await rendezvous.end(member("a", 0), {"step": 9}, {"status": "failed", "error": "the first"})
         await rendezvous.end(member("a", 0), None, {"status": "finished"})
         assert await waiting == Signals(ended="failed")
@@ -143,8 +143,8 @@ def test_the_status_follows_the_run(play: Play, long_polls: None) -> None:
         assert (fresh["name"], fresh["state"], fresh["total_steps"]) == ("lm", "starting", 100)
         assert fresh["step"] is fresh["last_commit"] is fresh["generation"] is None
         await started(rendezvous)
-        reports = [ledger_event("generation", generation=1, world_size=2), ledger_event("commit", step=5)]
-        await report(rendezvous, reports, {"step": 6, "loss": 0.5})
+        generation = ledger_event("generation_started", generation=1, world_size=2)
+        await report(rendezvous, [generation, ledger_event("commit_succeeded", step=5)], {"step": 6, "loss": 0.5})
         assert (await rendezvous.status())["state"] == "training"
         await rendezvous.stop()
         status = await rendezvous.status()
@@ -159,7 +159,7 @@ def test_the_status_follows_the_run(play: Play, long_polls: None) -> None:
 def test_a_waiting_run_has_no_workers(play: Play, long_polls: None) -> None:
     async def scenario(rendezvous: Rendezvous) -> None:
         await started(rendezvous)
-        await report(rendezvous, [ledger_event("generation", generation=1, world_size=2)], None)
+        await report(rendezvous, [ledger_event("generation_started", generation=1, world_size=2)], None)
         assert (await rendezvous.status())["world_size"] == 2
         for rank in (0, 1):
             await rendezvous.retire(member("a", rank))
@@ -189,7 +189,7 @@ def test_progress_and_accounts_of_a_failed_member_do_not_count(play: Play, long_
 
 def test_stale_training_events_of_a_failed_member_are_ignored(play: Play, long_polls: None) -> None:
     reports = [
-        ledger_event("steps", at=1.0, generation=1, step=4, loss=9.0, metrics={"error": 9.0}),
+        ledger_event("steps_completed", at=1.0, generation=1, step=4, loss=9.0, metrics={"error": 9.0}),
         ledger_event("generation_ended", at=2.0, generation=1, last_step=4, account={"useful": 60.0}),
         ledger_event("commit_failed", at=3.0, counts=False),
     ]
@@ -200,10 +200,11 @@ def test_stale_training_events_of_a_failed_member_are_ignored(play: Play, long_p
         await join(rendezvous, member("a", 1), 1, 7, True, BROKEN)
         await report(rendezvous, reports, {"step": 4}, "a0", 1)
         await report(rendezvous, reports, None, "a0", 1)
-        late = [(event.at, event.what) for event in await events_of(rendezvous, "told_too_late")]
-        assert late == [(1.0, "steps"), (2.0, "generation_ended")]
+        late = [(event.at, event.what) for event in await events_of(rendezvous, "report_ignored")]
+        assert late == [(1.0, "steps_completed"), (2.0, "generation_ended")]
         assert len(await events_of(rendezvous, "commit_failed")) == 1
-        assert not await events_of(rendezvous, "steps") and not await events_of(rendezvous, "generation_ended")
+        assert not await events_of(rendezvous, "steps_completed")
+        assert not await events_of(rendezvous, "generation_ended")
 
     play(scenario)
 
@@ -251,7 +252,7 @@ def test_a_restarted_rendezvous_resumes_from_its_snapshot(
 ) -> None:
     monkeypatch.setattr("elastic_ddp.rendezvous.actor.RECONNECT_S", 0.3)
     options = RendezvousOptions(min_workers=1, max_workers=4, heartbeat_timeout_s=0.3, snapshot_folder=str(tmp_path))
-    reports = [ledger_event("commit", step=5, request=None, at=0.0)]
+    reports = [ledger_event("commit_succeeded", step=5, request=None, at=0.0)]
 
     async def first_life(rendezvous: Rendezvous) -> None:
         await rendezvous.heartbeat_address()
@@ -264,12 +265,12 @@ def test_a_restarted_rendezvous_resumes_from_its_snapshot(
         host, port = await rendezvous.heartbeat_address()
         heartbeats = [Heartbeat(lambda: (host, port), f"a{rank}", 30.0) for rank in (0, 2)]
         await report(rendezvous, reports, None, "a0", 1)  # a repeated call
-        assert len(await events_of(rendezvous, "commit")) == 1
+        assert len(await events_of(rendezvous, "commit_succeeded")) == 1
         status = await rendezvous.status()
         assert (status["wanted"], status["draining"], len(status["members"])) == (2, ["id2"], 3)
         assert status["last_commit"] == 5
         await signaled(rendezvous, member("a", 0, 3), 1, lambda signals: signals.failed_generation)
-        (failure,) = await events_of(rendezvous, "worker_lost")
+        (failure,) = await events_of(rendezvous, "worker_failed")
         assert (failure.member, failure.error) == (
             "a1",
             "it did not reconnect after a restart of the rendezvous",
@@ -290,17 +291,17 @@ def test_delivered_events_leave_the_snapshot(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr("elastic_ddp.rendezvous.event_log.COMPACT_EVERY", 100)
     log = EventLog(Snapshot(str(tmp_path)))
     for number in range(1, 1001):
-        log.add(ledger_event("steps", step=number), "a0", number)
+        log.add(ledger_event("steps_completed", step=number), "a0", number)
         if number % 10 == 0:
             log.after(number)
-    log.add(ledger_event("commit", step=1000), "a0", 1001)
+    log.add(ledger_event("commit_succeeded", step=1000), "a0", 1001)
     log.end({"status": "finished"})
     log.after(1000)
     assert len(Snapshot(str(tmp_path)).lines()) < 150
     second = EventLog(Snapshot(str(tmp_path)))
     assert second.num_events == 1001 and second.ended == "finished"
-    assert second.after(1000) == [ledger_event("commit", step=1000)]
-    assert second.last(StepsCompleted) == ledger_event("steps", step=1000)
+    assert second.after(1000) == [ledger_event("commit_succeeded", step=1000)]
+    assert second.last(StepsCompleted) == ledger_event("steps_completed", step=1000)
     assert not second.add(ledger_event("again"), "a0", 1001), "a repeated call adds nothing"
 
 

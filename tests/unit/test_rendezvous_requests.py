@@ -43,7 +43,7 @@ def test_a_member_with_sigterm_leaves_at_the_next_step_boundary(play: Play, long
         )
         assert (first.generation, first.world_size, first.reason) == (2, 1, "workers left")
         assert second == Ended(LEFT)
-        assert [event.by for event in await events_of(rendezvous, "notice")] == ["SIGTERM"]
+        assert [event.by for event in await events_of(rendezvous, "drain_noticed")] == ["SIGTERM"]
         assert [(event.member, event.kind) for event in await events_of(rendezvous, "worker_left")] == [("a1", "drain")]
         directives = await rendezvous.supervise(["a0", "a1"], 0, {})
         assert directives is not None and (directives.dismissed, directives.failed, directives.leaving) == (
@@ -70,7 +70,7 @@ def test_one_of_the_members_of_drained_nodes_commits_first(play: Play) -> None:
         assert first.handover_only and first.world_size == 1
         assert second == Ended(LEFT)
         assert await join(rendezvous, member("a", 0), 2, 5, committed=5) == Ended(LEFT)
-        assert [event.by for event in await events_of(rendezvous, "notice")] == ["Ray", "Ray"]
+        assert [event.by for event in await events_of(rendezvous, "drain_noticed")] == ["Ray", "Ray"]
 
     play(scenario)
 
@@ -81,9 +81,9 @@ def test_a_commit_fulfills_all_requests_before_it(play: Play) -> None:
         first, second = await rendezvous.checkpoint(), await rendezvous.checkpoint()
         assert await rendezvous.committed(first) is None
         signals = await signaled(rendezvous, member("a", 0), 1, lambda signals: signals.commit == second)
-        await report(rendezvous, [ledger_event("commit", step=4, request=None, at=0.0)], None)
+        await report(rendezvous, [ledger_event("commit_succeeded", step=4, request=None, at=0.0)], None)
         assert await rendezvous.committed(first) is None
-        await report(rendezvous, [ledger_event("commit", step=7, request=signals.commit, at=0.0)], None)
+        await report(rendezvous, [ledger_event("commit_succeeded", step=7, request=signals.commit, at=0.0)], None)
         assert await rendezvous.committed(first) == await rendezvous.committed(second) == 7, "one commit fulfills both"
         assert await rendezvous.checkpoint() > second
 
@@ -94,7 +94,7 @@ def test_a_commit_fulfills_all_requests_before_it(play: Play) -> None:
 def test_a_failed_run_fulfills_no_commit_request(play: Play, status: str, answer: int | None) -> None:
     async def scenario(rendezvous: Rendezvous) -> None:
         await started(rendezvous)
-        await report(rendezvous, [ledger_event("commit", step=7, request=None, at=0.0)], None)
+        await report(rendezvous, [ledger_event("commit_succeeded", step=7, request=None, at=0.0)], None)
         request = await rendezvous.checkpoint()
         async with rendezvous._locked() as coordinator:
             coordinator.end({"status": status, "error": "4 saves in a row failed"})
@@ -111,11 +111,11 @@ def test_a_commit_does_not_fulfill_requests_made_after_its_start(play: Play) -> 
         first = await rendezvous.checkpoint()
         await signaled(rendezvous, member("a", 0), 1, lambda signals: signals.commit == first)
         later = await rendezvous.checkpoint()
-        await report(rendezvous, [ledger_event("commit", step=7, request=first, at=0.0)], None)
+        await report(rendezvous, [ledger_event("commit_succeeded", step=7, request=first, at=0.0)], None)
         assert await rendezvous.committed(first) == 7
         assert await rendezvous.committed(later) is None
         await signaled(rendezvous, member("a", 0), 1, lambda signals: signals.commit == later)
-        await report(rendezvous, [ledger_event("commit", step=9, request=later, at=0.0)], None)
+        await report(rendezvous, [ledger_event("commit_succeeded", step=9, request=later, at=0.0)], None)
         assert await rendezvous.committed(later) == 9
 
     play(scenario)
@@ -162,9 +162,8 @@ def test_failed_saves_are_counted_over_all_ranks(play: Play, tmp_path: Path, lon
 
     async def first_life(rendezvous: Rendezvous) -> None:
         await started(rendezvous)
-        await report(
-            rendezvous, [failed_save(1), failed_save(2), ledger_event("commit", step=3, at=0.0)], None, "a0", 1
-        )
+        saves = [failed_save(1), failed_save(2), ledger_event("commit_succeeded", step=3, at=0.0)]
+        await report(rendezvous, saves, None, "a0", 1)
         await report(rendezvous, [failed_save(4)], None, "a0", 4)
         await report(rendezvous, [failed_save(4)], None, "a0", 4)  # a repeated call
         await rendezvous._on_failure("a0", "killed")
@@ -231,7 +230,7 @@ def test_a_commit_is_made_with_too_few_workers_to_train(play: Play, long_polls: 
         request = await rendezvous.checkpoint()
         place = await waits
         assert isinstance(place, Assignment) and place.handover_only and place.world_size == 1
-        commit = ledger_event("commit", step=5, request=request, at=0.0)
+        commit = ledger_event("commit_succeeded", step=5, request=request, at=0.0)
         await report(rendezvous, [commit], None, "a0", 1)
         assert await rendezvous.committed(request) == 5
         waits = asyncio.create_task(join(rendezvous, member("a", 0), 2, 5, committed=5))

@@ -84,7 +84,7 @@ def test_the_failure_of_a_standby_is_recorded_as_such_unless_its_node_drains(
         if is_drained:
             await rendezvous.supervise(["a0", "a1"], 0, {"id1": 30.0})
         await rendezvous._on_failure("s1", "killed")
-        recorded = await events_of(rendezvous, "newcomer_lost")
+        recorded = await events_of(rendezvous, "newcomer_failed")
         described = ["a standby on 10.0.0.1 (pid 101) failed: killed"]
         assert [describe_event(event) for event in recorded] == ([] if is_drained else described)
         status = await rendezvous.status()
@@ -118,7 +118,7 @@ def test_a_generation_with_all_workers_again_has_the_time_since_the_failure_and_
         standby = asyncio.create_task(joined(rendezvous, STANDBY))
         await signaled(rendezvous, member("a", 0), 2, lambda signals: signals.reconfigure)
         await asyncio.gather(joined(rendezvous, member("a", 0), after=2, step=7), standby)
-        _, short, full = await events_of(rendezvous, "rendezvous")
+        _, short, full = await events_of(rendezvous, "generation_formed")
         assert (short.world_size, short.recovered_s) == (1, None)
         assert full.world_size == 2 and 0.0 < full.recovered_s < 20.0
         assert [each.get("standby", False) for each in full.members] == [False, True]

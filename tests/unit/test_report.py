@@ -66,9 +66,9 @@ def test_workers_that_fail_together_are_one_mark() -> None:
     run.train(10)
     run.lose("a")
     run.lose("b")
-    run.record("worker_lost", generation=1, member=None, error="a connection broke", reported_by="c")
-    run.record("hang", generation=1, seconds=600.0, places={}, culprits=[])
-    run.record("failed", error="boom\nand more")
+    run.record("worker_failed", generation=1, member=None, error="a connection broke", reported_by="c")
+    run.record("hang_detected", generation=1, seconds=600.0, places={}, culprits=[])
+    run.record("run_failed", error="boom\nand more")
     texts = [mark.text for mark in read_history(run.events).marks]
     assert texts[0].startswith("rank 0 (n1, pid 11) and rank 1 (n1, pid 12) failed: ")
     assert texts[1:] == ["hang: no worker made progress for 10 min", "the run failed: boom"]
@@ -81,7 +81,7 @@ def test_a_session_ends_at_its_mark_and_the_next_one_resumes_where_training_star
     assert (stopped.at, stopped.world_size, resumed.at, resumed.world_size) == (paused, 2, trained, 3)
     assert began == pytest.approx(6.0) and trained - paused == pytest.approx(6.0)
     killed = [
-        event for event in eventful() if event.session == "s2" or event.event not in ("finished", "session_ended")
+        event for event in eventful() if event.session == "s2" or event.event not in ("run_finished", "session_ended")
     ]
     assert [mark.kind for mark in read_history(killed).marks[-2:]] == ["driver died", "resumed"]
     cut = with_dead_driver(read_history(calm()[:-3]))
@@ -100,7 +100,7 @@ def test_a_session_that_begins_anew_is_marked_at_step_0() -> None:
     run.form("ab", "start")
     run.train(36)
     run.start(pause_s=60.0)
-    run.record("rendezvous", generation=1, world_size=2, reason="start", members=[])
+    run.record("generation_formed", generation=1, world_size=2, reason="start", members=[])
     died, begun = read_history(run.events).marks
     assert (died.kind, died.step) == ("driver died", 36)
     assert (begun.step, begun.text) == (
@@ -128,8 +128,8 @@ def test_workers_that_wait_for_others_do_not_train() -> None:
     run.train(10)
     run.lose("a")
     run._at += 30.0
-    run.record("rendezvous", generation=2, world_size=2, reason="worker failed", first_step=10, waited_s=25.0)
-    run.record("finished", status="stopped")
+    run.record("generation_formed", generation=2, world_size=2, reason="worker failed", first_step=10, waited_s=25.0)
+    run.record("run_finished", status="stopped")
     sizes = read_history(run.events).sizes
     assert [size for _, size in sizes] == [0, 2, 0, 2, 0]
     assert sizes[3][0] - sizes[2][0] == pytest.approx(25.0)
@@ -159,7 +159,7 @@ def test_charts_show_what_the_ledger_has() -> None:
     titles = ["What happened", "Loss and metrics", "Phases of a step", "Goodput: where the time went"]
     titles += ["Stalls", "Commits", "GPUs"]
     assert [chart.title for chart in charts([read_history(eventful())])] == titles
-    old = [event for event in eventful(gpus=False) if event.event != "phases"]
+    old = [event for event in eventful(gpus=False) if event.event != "phases_measured"]
     assert {chart.title for chart in charts([read_history(old)])} == {*titles} - {"Phases of a step", "GPUs"}
     assert charts([read_history([])]) == []
     begun = charts([read_history(calm()[:4])])
@@ -206,7 +206,7 @@ def test_many_measurements_are_averaged() -> None:
     for number in range(2000):
         run._at += 1.0
         phases, work_s = {"data": 1.0 + number % 2}, [1.0, 3.0 if number == 1234 else 1.0]
-        run.record("phases", generation=1, step=number + 1, num_steps=1, phases=phases, work_s=work_s)
+        run.record("phases_measured", generation=1, step=number + 1, num_steps=1, phases=phases, work_s=work_s)
     measurements = read_history(run.events).measurements
     assert len(measurements) == 500 and {each.phases["data"] for each in measurements} == {1.5}
     assert [each.slowest_rank for each in measurements if (each.slowdown or 0) > 1] == [1]
@@ -217,7 +217,7 @@ def test_a_rank_with_more_micro_batches_is_not_slow() -> None:
     run.start()
     run.form("abc", "start")
     figures = {"phases": {"forward": 0.4}, "work_s": [0.4, 0.2, 0.2], "micro_batches": [2, 1, 1]}
-    run.record("phases", generation=1, step=9, num_steps=1, **figures)
+    run.record("phases_measured", generation=1, step=9, num_steps=1, **figures)
     assert [each.slowdown for each in read_history(run.events).measurements] == [1.0]
 
 
@@ -239,7 +239,7 @@ def test_a_metric_with_one_value_is_in_the_table_only() -> None:
     run.start()
     run.form("ab", "start")
     run.train(36)
-    run.record("evaluation", step=36, name="test_loss", loss=2.125)
+    run.record("evaluation_finished", step=36, name="test_loss", loss=2.125)
     history = read_history(run.events)
     metrics = {note["text"] for note in of([history], "Loss and metrics").figure.layout["annotations"]}
     assert metrics == {"loss", "grad_norm"}
@@ -259,7 +259,7 @@ def test_the_page_says_when_and_where_each_run_trained_and_how_it_ended(monkeypa
 
 
 def test_values_that_are_not_numbers_leave_a_gap() -> None:
-    events = [replace(event, loss="NaN") if event.event == "steps" else event for event in calm()]  # type: ignore[call-arg]
+    events = [replace(event, loss="NaN") if event.event == "steps_completed" else event for event in calm()]  # type: ignore[call-arg]
     for chart in charts([read_history(events)]):
         assert "NaN" not in chart.figure.to_json()
 
@@ -283,11 +283,11 @@ def evil_run() -> list[Event]:
     run.lose("a", EVIL)
     run.form("b", EVIL)
     run.train(80)
-    run.record("evaluation", step=80, name=EVIL, loss=1.0)
-    run.record("phases", generation=2, step=80, num_steps=1, phases={EVIL: 0.1}, work_s=[0.1])
+    run.record("evaluation_finished", step=80, name=EVIL, loss=1.0)
+    run.record("phases_measured", generation=2, step=80, num_steps=1, phases={EVIL: 0.1}, work_s=[0.1])
     run.record("commit_failed", generation=2, step=80, seconds=1.0, error=EVIL)
-    run.record("failed", error=EVIL)
-    run.record("finished", status="failed", error=EVIL)
+    run.record("run_failed", error=EVIL)
+    run.record("run_finished", status="failed", error=EVIL)
     return run.events
 
 

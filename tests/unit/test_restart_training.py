@@ -92,7 +92,7 @@ def test_a_running_save_ends_before_the_training_function_restarts(
     monkeypatch.setattr(Storage, "write", write_late)
     monkeypatch.setattr(Loop, "restart", note_restart)
     disturbed = train_and_count(run, lambda *place: fail(place))
-    assert client.steps_of("resumed") == [2] and client.steps_of("commit") == [2, 4, 6]
+    assert client.steps_of("resumed") == [2] and client.steps_of("commit_succeeded") == [2, 4, 6]
     assert disturbed == train_and_count(new_run(folder="undisturbed"), lambda *_: None)
 
 
@@ -407,4 +407,4 @@ def test_a_newcomer_that_warmed_up_and_finds_no_state_restarts_and_keeps_its_pla
     torch.manual_seed(0)  # as `new_run` does
     assert train(Run(run._loop)) == train(new_run(folder="undisturbed"))
     assert [failure is not None for failure in client.failures] == ([False, True] if peer_fails else [False])
-    assert [event["generation"] for event in client.events_of("generation")] == [2 if peer_fails else 1]
+    assert [event["generation"] for event in client.events_of("generation_started")] == [2 if peer_fails else 1]

@@ -209,7 +209,7 @@ def test_a_run_does_all_steps_and_commits_the_last(new_run: NewRun, tmp_path: Pa
     assert indices == [0, 1, 2, 3, 4, 5]
     assert (result["steps"], result["samples"], result["epochs"]) == (6, 84, 2.0)
     assert run.position.samples_sha256 == result["samples_sha256"]
-    assert client_of(run).steps_of("commit") == [6]
+    assert client_of(run).steps_of("commit_succeeded") == [6]
     assert newest_record(tmp_path)["samples"] == 84
 
 
@@ -233,7 +233,7 @@ def test_a_note_before_the_first_step_says_that_batch_norm_will_refuse_one_row(
     texts: list[str] = []
 
     def stop(step: Step) -> None:
-        texts.extend(event["text"] for event in client_of(run).events_of("warning"))
+        texts.extend(event["text"] for event in client_of(run).events_of("warned"))
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
@@ -254,7 +254,7 @@ def test_an_interrupted_and_resumed_run_has_the_same_result(new_run: NewRun) -> 
 
     with pytest.raises(KeyboardInterrupt):
         train(interrupted, wait_for_saves(interrupted, interrupt))
-    assert client_of(interrupted).steps_of("commit") == [2, 4]
+    assert client_of(interrupted).steps_of("commit_succeeded") == [2, 4]
     resumed = new_run()
     indices: list[int] = []
     assert train(resumed, lambda step: indices.append(step.index)) == undisturbed
@@ -271,7 +271,7 @@ def test_a_stop_commits_the_current_step_and_ends_the_function(new_run: NewRun) 
     with pytest.raises(RunStopped):
         train(run, request_stop)
     assert run._loop.progress()["steps"] == 2
-    assert client_of(run).steps_of("commit") == [2]
+    assert client_of(run).steps_of("commit_succeeded") == [2]
 
 
 def test_a_loop_that_ends_early_records_and_commits_its_last_step(new_run: NewRun) -> None:
@@ -285,8 +285,8 @@ def test_a_loop_that_ends_early_records_and_commits_its_last_step(new_run: NewRu
             break
     outcome = run._loop.finish()
     assert outcome["steps"] == 4
-    assert client_of(run).steps_of("steps") == [1, 2, 3, 4]
-    assert client_of(run).steps_of("commit")[-1] == 4
+    assert client_of(run).steps_of("steps_completed") == [1, 2, 3, 4]
+    assert client_of(run).steps_of("commit_succeeded")[-1] == 4
 
 
 def test_the_last_step_is_committed_although_a_peer_fails_right_after_it(
@@ -301,7 +301,7 @@ def test_the_last_step_is_committed_although_a_peer_fails_right_after_it(
             step.optimize()
     assert run._loop.finish()["steps"] == 6
     assert client_of(run).joins == [(None, True), (6, True)]
-    assert client_of(run).steps_of("commit") == [6]
+    assert client_of(run).steps_of("commit_succeeded") == [6]
 
 
 @pytest.mark.parametrize(
@@ -349,7 +349,7 @@ def test_a_note_says_that_a_scheduler_which_is_not_prepared_starts_anew(
         with step:
             compute_gradients(step, model)
             step.optimize()
-    texts = [event["text"] for event in client_of(run).events_of("warning")]
+    texts = [event["text"] for event in client_of(run).events_of("warned")]
     assert len(texts) == warns
     if warns:
         assert "the SGD has a scheduler that is not prepared" in texts[0] and "run.prepare(scheduler)" in texts[0]

@@ -75,9 +75,8 @@ def play(*events: Event, resume_from: Any = None) -> tuple[RunMetrics, Clock]:
 
 
 def training(generation: int, at: float, world_size: int, step: int) -> Event:
-    return ledger_event(
-        "generation", at=at, time=at, generation=generation, world_size=world_size, first_step=step, reason="start"
-    )
+    facts = {"generation": generation, "world_size": world_size, "first_step": step, "reason": "start"}
+    return ledger_event("generation_started", at=at, time=at, **facts)
 
 
 def test_step_loss_samples_and_commits_are_those_of_the_ledger(values: Values) -> None:
@@ -85,9 +84,9 @@ def test_step_loss_samples_and_commits_are_those_of_the_ledger(values: Values) -
         started(100.0),
         formed(1, 110.0, None),
         training(1, 111.0, 2, 0),
-        accounted("steps", 1, 121.0, step=10, samples=480, loss=2.5, useful=10.0),
-        accounted("commit", 1, 122.0, step=10, seconds=0.1, useful=10.0),
-        accounted("steps", 1, 131.0, step=20, samples=960, loss=2.0, useful=20.0),
+        accounted("steps_completed", 1, 121.0, step=10, samples=480, loss=2.5, useful=10.0),
+        accounted("commit_succeeded", 1, 122.0, step=10, seconds=0.1, useful=10.0),
+        accounted("steps_completed", 1, 131.0, step=20, samples=960, loss=2.0, useful=20.0),
     )
     assert values["step",] == values["steps_total",] == 20 and values["loss",] == 2.0
     assert values["samples_total",] == 960 and values["world_size",] == 2
@@ -102,7 +101,7 @@ def test_a_resumed_run_continues_its_step_and_the_age_of_a_commit_begins_anew(va
     play(
         started(100.0, step=40),
         training(1, 110.0, 1, 40),
-        accounted("steps", 1, 120.0, step=50, samples=2400, useful=9.0),
+        accounted("steps_completed", 1, 120.0, step=50, samples=2400, useful=9.0),
         resume_from=commit,
     )
     assert values["step",] == 50 and values["steps_total",] == 10 and values["samples_total",] == 480
@@ -112,10 +111,10 @@ def test_steps_that_are_repeated_count_again(values: Values) -> None:
     play(
         started(100.0),
         training(1, 110.0, 1, 0),
-        accounted("steps", 1, 120.0, step=30, samples=1440, useful=9.0),
+        accounted("steps_completed", 1, 120.0, step=30, samples=1440, useful=9.0),
         training(2, 130.0, 1, 20),  # all workers had failed; the newest commit is of step 20
-        accounted("steps", 2, 140.0, step=30, samples=1440, useful=9.0),
-        accounted("steps", 2, 150.0, step=40, samples=1920, useful=18.0),
+        accounted("steps_completed", 2, 140.0, step=30, samples=1440, useful=9.0),
+        accounted("steps_completed", 2, 150.0, step=40, samples=1920, useful=18.0),
     )
     assert values["step",] == 40 and values["steps_total",] == 50
     assert values["samples_total",] == 1440 + 480, "how many samples the first of them repeats is not known"
@@ -125,16 +124,16 @@ def test_steps_before_a_new_generation_count_though_none_of_them_was_logged(valu
     play(
         started(100.0),
         training(1, 110.0, 1, 0),
-        accounted("steps", 1, 120.0, step=21, samples=168, useful=9.0),
+        accounted("steps_completed", 1, 120.0, step=21, samples=168, useful=9.0),
         training(2, 130.0, 2, 29),
         training(3, 140.0, 3, 40),
-        accounted("steps", 3, 150.0, step=41, samples=328, useful=9.0),
+        accounted("steps_completed", 3, 150.0, step=41, samples=328, useful=9.0),
     )
     assert values["step",] == values["steps_total",] == 41 and values["samples_total",] == 328
 
 
 def test_a_session_that_is_over_has_no_values_that_an_alert_compares(values: Values) -> None:
-    recorded, _ = play(started(100.0), training(1, 110.0, 1, 0), ledger_event("finished", time=120.0))
+    recorded, _ = play(started(100.0), training(1, 110.0, 1, 0), ledger_event("run_finished", time=120.0))
     recorded.end()
     assert math.isnan(values["world_size",]) and math.isnan(values["last_commit_timestamp_seconds",])
     assert values["step",] == 0
@@ -190,14 +189,22 @@ def test_the_alerts_of_the_guide_fire_for_the_runs_that_they_name(
 
 
 def test_a_killed_worker_is_one_failure_and_no_worker_trains_until_it_is_replaced(values: Values) -> None:
-    failed = ledger_event("worker_lost", at=112.0, time=112.0, generation=1, member="a", error="SIGKILL")
+    failed = ledger_event("worker_failed", at=112.0, time=112.0, generation=1, member="a", error="SIGKILL")
     recorded, _ = play(started(100.0), training(1, 110.0, 2, 0), failed, failed)
     assert values["failures_total", "worker"] == 1 and values["world_size",] == 0
     recorded.record(training(2, 113.0, 1, 5))
     assert values["world_size",] == 1
-    for name in ("newcomer_lost", "start_failed", "commit_failed", "hang", "rendezvous_restarted", "failed"):
+    failures = (
+        "newcomer_failed",
+        "start_failed",
+        "commit_failed",
+        "hang_detected",
+        "rendezvous_restarted",
+        "run_failed",
+    )
+    for name in failures:
         recorded.record(ledger_event(name, time=120.0))
-    recorded.record(ledger_event("corruption", time=120.0))
+    recorded.record(ledger_event("corruption_found", time=120.0))
     kinds = {kind: values["failures_total", kind] for kind in FAILURES}
     once = dict.fromkeys(("worker", "commit", "hang", "rendezvous", "corruption", "run"), 1)
     assert kinds == {**once, "connection": 0, "start": 2}
@@ -228,18 +235,18 @@ def test_the_goodput_is_that_of_the_ledger_and_falls_while_the_run_waits(values:
         started(0.0),
         formed(1, 10.0, None),
         training(1, 11.0, 2, 0),
-        *(accounted("steps", 1, 20.0 + at, step=at, useful=9.0 + at) for at in range(1, 60)),
-        accounted("commit", 1, 80.0, step=59, useful=68.0),
-        accounted("steps", 1, 90.0, step=70, useful=78.0),
-        ledger_event("worker_lost", at=91.0, time=91.0, generation=1, member="a", error="SIGKILL"),
-        ledger_event("worker_lost", at=91.0, time=91.1, generation=1, member="b", error="SIGKILL"),
+        *(accounted("steps_completed", 1, 20.0 + at, step=at, useful=9.0 + at) for at in range(1, 60)),
+        accounted("commit_succeeded", 1, 80.0, step=59, useful=68.0),
+        accounted("steps_completed", 1, 90.0, step=70, useful=78.0),
+        ledger_event("worker_failed", at=91.0, time=91.0, generation=1, member="a", error="SIGKILL"),
+        ledger_event("worker_failed", at=91.0, time=91.1, generation=1, member="b", error="SIGKILL"),
         formed(2, 100.0, None, reason="worker failed"),
         training(2, 101.0, 2, 59),
-        accounted("steps", 2, 120.0, step=70, useful=18.0, hand_over=0.5),
+        accounted("steps_completed", 2, 120.0, step=70, useful=18.0, hand_over=0.5),
     ]
     recorded, clock = play(*events)
     assert values["goodput_ratio",] == goodput(events)["goodput"]
-    recorded.record(ledger_event("worker_lost", at=121.0, time=121.0, generation=2, member="c", error="SIGKILL"))
+    recorded.record(ledger_event("worker_failed", at=121.0, time=121.0, generation=2, member="c", error="SIGKILL"))
     shares = []
     for clock.now in (150.0, 151.0, 200.0):
         recorded.refresh()
@@ -260,7 +267,8 @@ def test_an_error_in_a_metric_does_not_end_the_run(
 
 def test_without_an_exporter_metrics_are_silent(capfd: pytest.CaptureFixture[str]) -> None:
     assert metrics.Gauge is ray.util.metrics.Gauge
-    play(started(100.0), training(1, 110.0, 2, 0), accounted("steps", 1, 121.0, step=10, loss=float("nan"), useful=9.0))
+    steps = accounted("steps_completed", 1, 121.0, step=10, loss=float("nan"), useful=9.0)
+    play(started(100.0), training(1, 110.0, 2, 0), steps)
     assert capfd.readouterr() == ("", "")
 
 

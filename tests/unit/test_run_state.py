@@ -17,7 +17,7 @@ def state_after(*events: tuple[str, dict[str, Any]]) -> str:
 
 
 def started(generation: int) -> tuple[str, dict[str, Any]]:
-    return "generation", {"generation": generation, "world_size": 2, "reason": "start", "first_step": 0}
+    return "generation_started", {"generation": generation, "world_size": 2, "reason": "start", "first_step": 0}
 
 
 ENDED = "generation_ended", {"generation": 1, "last_step": 7, "reason": MEMBERSHIP_CHANGED}

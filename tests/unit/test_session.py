@@ -51,7 +51,7 @@ def drive(
     def run(then: Callable[[InProcessRendezvous], Any]) -> list[Event]:
         def work(*_: Any, **__: Any) -> None:
             rendezvous.ask("join", JoinRequest(member=WORKER, step=None, between_steps=True), 0, None)
-            rendezvous.ask("report", ledger_event("commit_begun", at=0.0, step=2), None, WORKER.id, 1)
+            rendezvous.ask("report", ledger_event("commit_started", at=0.0, step=2), None, WORKER.id, 1)
             rendezvous.ask("end", WORKER, None, {"status": "failed", "error": "the loss is no number"})
             then(rendezvous)
 
@@ -69,7 +69,7 @@ def drive(
 def test_the_driver_waits_for_a_save_that_is_in_progress_when_the_run_fails(drive: Drive) -> None:
     def save(rendezvous: InProcessRendezvous) -> None:
         threading.Event().wait(0.5)  # longer than the exit timeout
-        event = ledger_event("commit", at=0.0, step=2, seconds=0.5, num_bytes=1)
+        event = ledger_event("commit_succeeded", at=0.0, step=2, seconds=0.5, num_bytes=1)
         rendezvous.ask("report", event, None, WORKER.id, 2)
 
     assert [event.step for event in drive(save) if isinstance(event, CommitSucceeded)] == [2]
@@ -87,14 +87,14 @@ def test_the_driver_retries_while_the_rendezvous_fails(drive: Drive, monkeypatch
         return after(journal, number)
 
     monkeypatch.setattr(EventLog, "after", fail)
-    assert drive(lambda _: None)[-1].event == "finished" and next(failures, None) is None
+    assert drive(lambda _: None)[-1].event == "run_finished" and next(failures, None) is None
 
 
 def test_the_metrics_get_each_event_of_the_ledger(drive: Drive, monkeypatch: pytest.MonkeyPatch) -> None:
     recorded: list[str] = []
     monkeypatch.setattr(session_module.RunMetrics, "record", lambda metrics, event: recorded.append(event.event))
     assert [event.event for event in drive(lambda _: None)] == recorded
-    assert recorded[0] == "session_started" and recorded[-2:] == ["failed", "finished"]
+    assert recorded[0] == "session_started" and recorded[-2:] == ["run_failed", "run_finished"]
 
 
 class SilentRendezvous:
@@ -173,12 +173,12 @@ def test_shown_progress_never_returns_to_an_earlier_generation(monkeypatch: pyte
         shown.append((step, world_size, state))
 
     monkeypatch.setattr(Progress, "update", update)
-    generation = ledger_event("generation", reason="worker failed", world_size=1, generation=2, first_step=40)
+    generation = ledger_event("generation_started", reason="worker failed", world_size=1, generation=2, first_step=40)
     progress = {"step": 31, "samples": 31, "world_size": 2, "generation": 1, "loss": 0.5}
     display = RunDisplay(100, 2, None)
     display.record(replace(generation, reason="start", world_size=2, generation=1, first_step=0))
     display.show_update(running := DriverUpdate([], progress, None, num_alive=2, stopping=False, is_saving=False))
-    display.record(ledger_event("worker_lost", generation=1, error="its process exited"))
+    display.record(ledger_event("worker_failed", generation=1, error="its process exited"))
     display.show_update(running)
     display.show_update(running._replace(num_alive=1))
     display.record(generation)
@@ -195,17 +195,17 @@ def test_shown_progress_never_returns_to_an_earlier_generation(monkeypatch: pyte
 
 
 def test_a_failed_worker_and_its_replacement_are_printed_with_their_step() -> None:
-    failed = ledger_event("worker_lost", generation=3, error="exit signal SIGKILL\nmore")
+    failed = ledger_event("worker_failed", generation=3, error="exit signal SIGKILL\nmore")
     assert describe_event(failed) == "generation 3: a worker failed: exit signal SIGKILL"
     for error, line in (
         ("its process exited: SIGSEGV at a.py:1 in train\n  File", "its process exited: SIGSEGV at a.py:1 in train"),
         ("Traceback:\n  File\nValueError: wrong\n", "ValueError: wrong"),
     ):
-        newcomer = ledger_event("newcomer_lost", generation=3, member="m", error=error)
+        newcomer = ledger_event("newcomer_failed", generation=3, member="m", error=error)
         assert describe_event(newcomer) == f"a worker failed before it trained: {line}"
-    formed = ledger_event("generation", generation=4, first_step=188, world_size=1, reason="worker failed")
+    formed = ledger_event("generation_started", generation=4, first_step=188, world_size=1, reason="worker failed")
     assert describe_event(formed) == "[step 188] generation 4 (worker failed): 1 worker"
-    commit = ledger_event("commit", step=200, seconds=0.134)
+    commit = ledger_event("commit_succeeded", step=200, seconds=0.134)
     assert describe_event(commit) == "[step 200] checkpoint committed in 0.13 s"
     assert describe_event(ledger_event("first_step")) is None
 
@@ -218,5 +218,5 @@ def test_the_driver_does_not_wait_for_a_worker_that_hangs(drive: Drive) -> None:
         rendezvous.ask("report", event, None, WORKER.id, 2)
         assert go.wait(LIMIT_S)
 
-    assert drive(hang)[-1].event == "finished"
+    assert drive(hang)[-1].event == "run_finished"
     go.set()

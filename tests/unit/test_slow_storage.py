@@ -93,7 +93,7 @@ def test_a_slow_last_commit_is_no_hang(new_run: NewRun, monkeypatch: pytest.Monk
     activity = client_of(run).activity
     with while_blocked(monkeypatch, "write", lambda: train(run), activity, "commit") as result:
         assert detect_hang(rank0=activity) is None and not result.done()
-    assert client_of(run).steps_of("commit") == [6]
+    assert client_of(run).steps_of("commit_succeeded") == [6]
 
 
 def test_a_slow_manifest_is_no_hang(new_run: NewRun, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -131,8 +131,8 @@ def test_equal_stacks_are_printed_once_and_missing_ranks_are_named(monkeypatch: 
 
 def hang_in_ledger(folder: Path) -> None:
     members = [{"rank": rank, "node": f"10.0.0.{rank}", "pid": 7, "id": f"w{rank}"} for rank in range(3)]
-    formed = ("rendezvous", {"generation": 2, "world_size": 3, "reason": "start", "members": members})
-    old = ("stacks", {"member": "w2", "place": "data", "stacks": "Thread TrainingThread(x):\n  old\n"})
+    formed = ("generation_formed", {"generation": 2, "world_size": 3, "reason": "start", "members": members})
+    old = ("stacks_recorded", {"member": "w2", "place": "data", "stacks": "Thread TrainingThread(x):\n  old\n"})
     hang = {"generation": 2, "seconds": 600.0, "culprits": ["w1"]}
     places = {"w0": "reduction", "w1": "forward", "w2": "reduction"}
     write_ledger(
@@ -141,10 +141,10 @@ def hang_in_ledger(folder: Path) -> None:
         ("session_started", {"config": {"name": "lm"}}),
         formed,
         old,
-        ("hang", {**hang, "places": {"w2": "data"}}),
-        ("stacks", {"member": "w0", "place": "reduction", "stacks": WAITS}),
-        ("stacks", {"member": "w1", "place": "forward", "stacks": HANGS}),
-        ("hang", {**hang, "places": places}),
+        ("hang_detected", {**hang, "places": {"w2": "data"}}),
+        ("stacks_recorded", {"member": "w0", "place": "reduction", "stacks": WAITS}),
+        ("stacks_recorded", {"member": "w1", "place": "forward", "stacks": HANGS}),
+        ("hang_detected", {**hang, "places": places}),
     )
 
 
@@ -184,9 +184,9 @@ def test_a_run_without_a_hang_has_no_stacks(tmp_path: Path, monkeypatch: pytest.
 
 def test_stacks_of_a_ledger_without_worker_ids_have_no_ranks() -> None:
     events = [
-        ledger_event("rendezvous", members=[{"rank": 0, "node": "a", "pid": 1}]),
-        ledger_event("stacks", member="w0", place="data", stacks=WAITS),
-        ledger_event("hang", places={"w0": "data"}),
+        ledger_event("generation_formed", members=[{"rank": 0, "node": "a", "pid": 1}]),
+        ledger_event("stacks_recorded", member="w0", place="data", stacks=WAITS),
+        ledger_event("hang_detected", places={"w0": "data"}),
     ]
     facts = stacks_of_last_hang(events)
     assert facts is not None and facts["workers"][0]["rank"] is None and facts["workers"][0]["id"] == "w0"

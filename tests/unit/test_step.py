@@ -136,7 +136,7 @@ def test_loss_and_logged_values_are_means_over_the_global_batch(new_run: NewRun)
         assert step.loss == pytest.approx(expected / weight, rel=1e-6)
         assert step.metrics["loss_again"] == pytest.approx(step.loss, rel=1e-6)
         assert (step.metrics["learning_rate"], math.isnan(step.metrics["accuracy"])) == (0.5, True)
-    events = client_of(run).events_of("steps")
+    events = client_of(run).events_of("steps_completed")
     assert [event["loss"] for event in events] == losses
     assert [event["metrics"]["loss_again"] for event in events] == pytest.approx(losses, rel=1e-6)
     assert [event["metrics"]["learning_rate"] for event in events] == [0.5, 0.5]

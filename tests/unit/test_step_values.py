@@ -84,7 +84,7 @@ def test_a_commit_belongs_to_the_newest_step_when_it_is_complete() -> None:
 
 
 def test_numbers_that_json_has_not_come_back_as_numbers() -> None:
-    event = ledger_event("steps", step=1, loss="NaN", metrics={"scale": "Infinity", "note": "text"})
+    event = ledger_event("steps_completed", step=1, loss="NaN", metrics={"scale": "Infinity", "note": "text"})
     (record,) = records([event, END])
     assert math.isnan(record.values["loss"]) and record.values["scale"] == math.inf and "note" not in record.values
 
@@ -92,7 +92,7 @@ def test_numbers_that_json_has_not_come_back_as_numbers() -> None:
 def test_steps_that_the_ledger_lacks_come_from_the_commit() -> None:
     """Workers train on for a moment after their driver has died."""
     begun = ledger_event("session_started", session="a")
-    told = [ledger_event("steps", session="a", step=step) for step in range(1, 23)]
+    told = [ledger_event("steps_completed", session="a", step=step) for step in range(1, 23)]
     record = steps_record([loss(step, math.nan if step == 30 else 0.25) for step in range(11, 42)])
     found = lost_steps([begun, *told], json.loads(json.dumps(record, allow_nan=False)), 40)
     assert [event.step for event in found] == list(range(23, 41))

@@ -29,14 +29,14 @@ def session(name: str, start: float, *events: tuple[str, dict[str, Any]]) -> lis
 
 def generation(number: int, world_size: int, first_step: int, reason: str) -> tuple[str, dict[str, Any]]:
     members = [{"rank": rank, "node": "a", "pid": rank} for rank in range(world_size)]
-    return "generation", {
+    return "generation_started", {
         "generation": number, "world_size": world_size, "first_step": first_step, "reason": reason, "members": members,
     }  # fmt: skip
 
 
 def steps(step: int, loss: Any = None, **metrics: float) -> tuple[str, dict[str, Any]]:
     fields: dict[str, Any] = {"step": step, "samples": step * 10, "world_size": 2, "metrics": metrics}
-    return "steps", fields if loss is None else {**fields, "loss": loss}
+    return "steps_completed", fields if loss is None else {**fields, "loss": loss}
 
 
 STARTED = ("session_started", {"resumed_from_step": None, "config": {"name": "mnist", "storage": "s3://b/runs"}})
@@ -46,12 +46,12 @@ RUN = [
         STARTED,
         generation(0, 2, 0, "start"),
         steps(10, 2.5, accuracy=0.1),
-        ("commit", {"step": 10}),
-        ("worker_lost", {"member": "one"}),
+        ("commit_succeeded", {"step": 10}),
+        ("worker_failed", {"member": "one"}),
         ("generation_ended", {"generation": 0, "last_step": 14, "reason": "worker failed"}),
         generation(1, 1, 14, "worker failed"),
         steps(20, 2.0),
-        ("commit", {"step": 20}),
+        ("commit_succeeded", {"step": 20}),
         steps(26, 1.5),
     ),
     *session(
@@ -60,10 +60,10 @@ RUN = [
                              "versions": {"torch": "2.13.0"}}),
         generation(2, 3, 20, "resume"),
         steps(30, 1.0, accuracy=0.9),
-        ("commit", {"step": 20}),
-        ("commit", {"step": 40}),
+        ("commit_succeeded", {"step": 20}),
+        ("commit_succeeded", {"step": 40}),
         ("generation_ended", {"generation": 2, "last_step": 40, "reason": "finished"}),
-        ("finished", {"status": "finished", "steps": 40, "epochs": 1, "samples": 400, "weights_sha256": "aa",
+        ("run_finished", {"status": "finished", "steps": 40, "epochs": 1, "samples": 400, "weights_sha256": "aa",
                       "samples_sha256": "bb", "metrics": {"final": 3.0}}),
     ),
 ]  # fmt: skip
@@ -98,7 +98,7 @@ def test_a_run_over_two_sessions_is_one_summary() -> None:
 
 
 def test_loss_and_metrics_are_those_since_the_run_started_from_step_0() -> None:
-    evaluated = ("evaluation", {"generation": 1, "step": 30, "name": "accuracy", "loss": 0.9})
+    evaluated = ("evaluation_finished", {"generation": 1, "step": 30, "name": "accuracy", "loss": 0.9})
     first = session("s1", 100.0, STARTED, generation(1, 2, 0, "start"), steps(30, 2.5, norm=3.0), evaluated)
     again = session("s2", 200.0, STARTED, generation(1, 2, 0, "start"), steps(10, 7.5))
     summary = summarize(first + again)
@@ -107,7 +107,8 @@ def test_loss_and_metrics_are_those_since_the_run_started_from_step_0() -> None:
 
 
 def test_the_newest_commit_interval_is_shown() -> None:
-    commits = [("commit", {"step": step, "interval_s": every_s}) for step, every_s in ((10, 60.0), (20, 33.75))]
+    intervals = ((10, 60.0), (20, 33.75))
+    commits = [("commit_succeeded", {"step": step, "interval_s": every_s}) for step, every_s in intervals]
     summary = summarize(session("s1", 100.0, STARTED, *commits))
     assert summary["commit_interval_s"] == 33.75 and "2, one every 33.8 s" in shown(summary)
     assert "one every" not in shown(summarize(RUN))
@@ -119,7 +120,7 @@ def accounted(number: int, step: int, **account: float) -> tuple[str, dict[str, 
 
 def rendezvous(number: int, first_step: int | None, reason: str) -> tuple[str, dict[str, Any]]:
     fields = {"generation": number, "world_size": 2, "first_step": first_step, "reason": reason}
-    return "rendezvous", fields
+    return "generation_formed", fields
 
 
 DRAINED = session(
@@ -135,7 +136,7 @@ DRAINED = session(
     rendezvous(2, 7, "workers left"),
     generation(2, 1, 7, "workers left"),
     accounted(2, 9, rendezvous=0.125, hand_over=0.25, useful=1.5),
-    ("finished", {"status": "finished", "steps": 9, "samples": 90}),
+    ("run_finished", {"status": "finished", "steps": 9, "samples": 90}),
 )  # fmt: skip
 
 
@@ -162,7 +163,7 @@ def test_the_summary_has_goodput_and_the_stall_of_each_generation() -> None:
 
 def test_a_slow_first_step_is_part_of_the_stall() -> None:
     """The first step of generation 1 takes 0.2 s, and one of 0.15 s is usual."""
-    measured = ("phases", {"generation": 1, "step": 7, "num_steps": 5, "phases": {"forward": 0.15}})
+    measured = ("phases_measured", {"generation": 1, "step": 7, "num_steps": 5, "phases": {"forward": 0.15}})
     assert "0.75 s" in shown(summarize(DRAINED))
     text = shown(summarize([*DRAINED, *session("s1", 105.0, measured)]))
     assert "0.80 s" in text and "whole run" in text and "step 150 ms: forward 100 %" in text
@@ -210,9 +211,10 @@ def test_every_prefix_of_a_run_can_be_summarized_and_shown() -> None:
 
 
 def test_a_failed_run_has_an_error_until_it_is_resumed() -> None:
-    failed = session("s1", 0.0, STARTED, generation(0, 1, 0, "start"), steps(3), ("failed", {"error": "boom"}))
+    failed = session("s1", 0.0, STARTED, generation(0, 1, 0, "start"), steps(3), ("run_failed", {"error": "boom"}))
     assert (summarize(failed)["status"], summarize(failed)["error"]) == ("failed", "boom")
-    both = failed + session("s1", 4.0, ("finished", {"status": "failed", "steps": 3, "samples": None, "metrics": {}}))
+    finished = {"status": "failed", "steps": 3, "samples": None, "metrics": {}}
+    both = failed + session("s1", 4.0, ("run_finished", finished))
     assert (summarize(both)["status"], summarize(both)["error"], summarize(both)["samples"]) == ("failed", "boom", 30)
     assert summarize(both)["generations"][0]["ended_by"] == "failed"
     resumed = both + session("s2", 9.0, ("session_started", {"resumed_from_step": 3, "config": {}}))
@@ -220,9 +222,9 @@ def test_a_failed_run_has_an_error_until_it_is_resumed() -> None:
 
 
 def test_a_failed_session_without_steps_keeps_the_samples_of_the_session_before() -> None:
-    stopped = ("finished", {"status": "stopped", "steps": 5, "samples": 50})
+    stopped = ("run_finished", {"status": "stopped", "steps": 5, "samples": 50})
     events = session("s1", 0.0, STARTED, steps(3), stopped)
-    events += session("s2", 9.0, ("session_started", {"resumed_from_step": 5}), ("failed", {"error": "boom"}))
+    events += session("s2", 9.0, ("session_started", {"resumed_from_step": 5}), ("run_failed", {"error": "boom"}))
     assert (summarize(events)["steps"], summarize(events)["samples"]) == (5, 50)
 
 
@@ -231,12 +233,12 @@ def test_an_error_of_the_training_function_ends_its_generation() -> None:
     ended = ("generation_ended", {"generation": 0, "last_step": 3, "reason": "a worker failed"})
     events = session("s1", 0.0, STARTED, generation(0, 2, 0, "start"), steps(3), ended)
     for kind, by in {"TrainFunctionError": "an error", "WorkersFailedError": "a worker failed"}.items():
-        failed = events + session("s1", 4.0, ("failed", {"error": "boom", "kind": kind}))
+        failed = events + session("s1", 4.0, ("run_failed", {"error": "boom", "kind": kind}))
         assert summarize(failed)["generations"][0]["ended_by"] == by
 
 
 def test_a_stopped_run_is_stopped_and_arguments_override_events() -> None:
-    stopped = session("s1", 0.0, STARTED, ("finished", {"status": "stopped", "steps": 5, "samples": 50}))
+    stopped = session("s1", 0.0, STARTED, ("run_finished", {"status": "stopped", "steps": 5, "samples": 50}))
     summary = summarize(stopped, name="other", storage="/runs")
     assert (summary["status"], summary["steps"], summary["name"]) == ("stopped", 5, "other")
     assert summary["storage"] == "/runs"
@@ -283,7 +285,7 @@ def test_sessions_that_formed_no_generation_are_counted() -> None:
 
 
 def test_user_text_is_not_markup_and_losses_may_be_nan() -> None:
-    events = session("s1", 0.0, STARTED, steps(1, "NaN"), ("failed", {"error": "KeyError: [red] in [/b]"}))
+    events = session("s1", 0.0, STARTED, steps(1, "NaN"), ("run_failed", {"error": "KeyError: [red] in [/b]"}))
     text = shown(summarize(events))
     assert "KeyError: [red] in [/b]" in text and "NaN → NaN" in text
 
@@ -293,9 +295,9 @@ def test_a_generation_without_events_of_its_rank_0_is_listed() -> None:
         "a",
         0.0,
         ("session_started", {}),
-        ("rendezvous", {"generation": 1, "world_size": 2, "reason": "start"}),
-        ("rendezvous", {"generation": 2, "world_size": 1, "reason": "worker failed"}),
-        ("generation", {"generation": 2, "world_size": 1, "reason": "worker failed", "first_step": 20}),
+        ("generation_formed", {"generation": 1, "world_size": 2, "reason": "start"}),
+        ("generation_formed", {"generation": 2, "world_size": 1, "reason": "worker failed"}),
+        ("generation_started", {"generation": 2, "world_size": 1, "reason": "worker failed", "first_step": 20}),
     )
     rows = summarize(events)["generations"]
     assert [(row["generation"], row["world_size"], row["first_step"], row["last_step"]) for row in rows] == [
@@ -307,8 +309,8 @@ def test_a_generation_without_events_of_its_rank_0_is_listed() -> None:
 
 def test_no_step_is_missing_if_two_ranks_0_fail_before_one_of_them_reports_it() -> None:
     formed = [{"generation": number, "world_size": 3, "reason": "start", "first_step": number * 7} for number in (0, 1)]
-    events = session("a", 0.0, STARTED, *(("rendezvous", fields) for fields in formed))
-    events += session("b", 9.0, STARTED, ("rendezvous", {**formed[1], "first_step": 5}))
+    events = session("a", 0.0, STARTED, *(("generation_formed", fields) for fields in formed))
+    events += session("b", 9.0, STARTED, ("generation_formed", {**formed[1], "first_step": 5}))
     rows = summarize(events)["generations"]
     assert [(row["first_step"], row["last_step"], row["ended_by"]) for row in rows] == [
         (0, 7, "a worker failed"),
@@ -323,13 +325,13 @@ def test_a_late_report_belongs_to_its_own_generation() -> None:
         "a",
         0.0,
         STARTED,
-        ("rendezvous", formed[0]),
-        ("generation", {**formed[0], "first_step": 0}),
-        ("rendezvous", formed[1]),
+        ("generation_formed", formed[0]),
+        ("generation_started", {**formed[0], "first_step": 0}),
+        ("generation_formed", formed[1]),
         ("generation_ended", {"generation": 1, "last_step": 7, "reason": "workers join or leave"}),
-        ("generation", {**formed[1], "first_step": 7}),
-        ("rendezvous", formed[2]),
-        ("generation", {**formed[2], "first_step": 8}),
+        ("generation_started", {**formed[1], "first_step": 7}),
+        ("generation_formed", formed[2]),
+        ("generation_started", {**formed[2], "first_step": 8}),
     )
     rows = summarize(events)["generations"]
     assert [(row["first_step"], row["last_step"], row["ended_by"]) for row in rows] == [
@@ -345,8 +347,8 @@ def test_older_values_are_shown_with_their_step() -> None:
         "s1",
         0.0,
         steps(3, 1.0),
-        ("evaluation", {**evaluation, "step": 2}),
-        ("evaluation", {"name": "test_loss", "loss": 4.0, "step": 3}),
+        ("evaluation_finished", {**evaluation, "step": 2}),
+        ("evaluation_finished", {"name": "test_loss", "loss": 4.0, "step": 3}),
     )
     summary = summarize(events)
     assert summary["metrics"] == {"validation_loss": 5.5, "test_loss": 4.0}

@@ -23,14 +23,14 @@ def generation(number: int, world_size: int, at: float, first_step: int, session
     fields: dict[str, Any] = {"generation": number, "world_size": world_size, "first_step": first_step}
     told = formed(number, at, first_step, session)
     return [
-        event("rendezvous", at, session, reason=told.reason, **fields),  # type: ignore[attr-defined]
-        event("generation", at, session, reason="start", **fields),
+        event("generation_formed", at, session, reason=told.reason, **fields),  # type: ignore[attr-defined]
+        event("generation_started", at, session, reason="start", **fields),
         event("first_step", at + 2.0, session, generation=number, seconds=2.0),
     ]
 
 
 def steps(number: int, at: float, step: int, useful: float, session: str = "s1") -> Event:
-    return accounted("steps", number, at, session, step=step, samples=SAMPLES * step, useful=useful)
+    return accounted("steps_completed", number, at, session, step=step, samples=SAMPLES * step, useful=useful)
 
 
 GROWN = [

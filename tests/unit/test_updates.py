@@ -143,7 +143,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 def test_every_kind_of_job_has_the_same_bits(tmp_path: Path, calm: dict[str, Any], variant: str) -> None:
     expected = run_of(tmp_path / "calm", 1, Plan(GAN, metrics=tmp_path / "metrics", **VARIANTS[variant]))[0]
     found, run = run_of(tmp_path / "disturbed", 3, Plan(GAN, (Fault(1, "in update 1", AT),), **VARIANTS[variant]))
-    assert found == expected and not list(run.rendezvous.events("corruption"))
+    assert found == expected and not list(run.rendezvous.events("corruption_found"))
     assert (expected != calm["gan"]) == (variant not in ("unused", "verified"))
     skipped: list[Any] = list(run.rendezvous.events("step_skipped"))
     if variant == "fp16":  # each optimizer has a scale of its own, which starts too large
@@ -161,7 +161,7 @@ def test_a_wrong_gradient_in_the_second_update_is_found(tmp_path: Path, job: typ
     verify = {"verify": {"every_steps": 1, "action": "drain"}}
     found, run = run_of(tmp_path, 3, Plan(broken, changes={**verify, "global_batch_size": 6}))
     expected = run_of(tmp_path / "calm", 1, Plan(job, changes={"global_batch_size": 6}))[0]
-    corruptions: list[Any] = list(run.rendezvous.events("corruption"))
+    corruptions: list[Any] = list(run.rendezvous.events("corruption_found"))
     assert [(corruption.rank, corruption.step) for corruption in corruptions] == [(1, AT)]
     assert found == expected and run.world_sizes()[-1] == 2
 

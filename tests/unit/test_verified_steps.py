@@ -149,7 +149,7 @@ def workers(
 
 
 def corruptions(run: Workers) -> list[Any]:
-    return list(run.rendezvous.events("corruption"))
+    return list(run.rendezvous.events("corruption_found"))
 
 
 ONE_EACH = {"global_batch_size": 6}
@@ -170,7 +170,7 @@ def calm_with_one_each(tmp_path_factory: pytest.TempPathFactory) -> dict[str, An
 def test_verified_steps_change_no_bits_and_raise_no_alarm(tmp_path: Path, calm: dict[str, Any], size: int) -> None:
     found, run = run_of(tmp_path, size, verify={"every_steps": 1, "action": "stop"})
     assert found == calm and not corruptions(run)
-    verified: Any = list(run.rendezvous.events("verified"))
+    verified: Any = list(run.rendezvous.events("step_verified"))
     assert [event.step for event in verified] == list(range(STEPS))
     assert {event.micro_batches for event in verified} == {size}
     newest = CommitCatalog(Storage(tmp_path).at("run").at(COMMITS)).latest()
@@ -205,7 +205,7 @@ def test_the_first_step_of_a_worker_that_joins_is_verified(tmp_path: Path) -> No
         run.start(1)
         wait_for_size(run, 3)
         hashes(run)
-    verified: list[Any] = list(run.rendezvous.events("verified"))
+    verified: list[Any] = list(run.rendezvous.events("step_verified"))
     joined: Any = run.started()[1]
     assert joined.world_size == 3 and [event.step for event in verified] == [0, joined.first_step]
 
@@ -251,7 +251,8 @@ def test_a_faulty_worker_is_not_replaced_on_the_only_node(tmp_path: Path, calm_w
     options: dict[str, Any] = {"verify": {"every_steps": 1, "action": "drain"}, "nodes": ["10.0.0.0"] * 3}
     found, run = run_of(tmp_path, 3, Fault(1, "gradient"), **options, **ONE_EACH)
     assert found == calm_with_one_each and len(corruptions(run)) == 1
-    assert [event.num_workers for event in run.rendezvous.events("resize")] == [2] and run.world_sizes()[-1] == 2
+    assert [event.num_workers for event in run.rendezvous.events("resize_requested")] == [2]
+    assert run.world_sizes()[-1] == 2
 
 
 def test_a_person_asks_for_a_verified_step(tmp_path: Path) -> None:
@@ -263,7 +264,7 @@ def test_a_person_asks_for_a_verified_step(tmp_path: Path) -> None:
         run.wait(lambda: run.rendezvous.ask("verified", 1) == "", "the verified step", 30.0)
         run.rendezvous.ask("stop")
         run.finish(30.0, status="stopped")
-    verified: list[Any] = list(run.rendezvous.events("verified"))
+    verified: list[Any] = list(run.rendezvous.events("step_verified"))
     assert [event.request for event in verified] == [1], "and no other step"
 
 
@@ -283,7 +284,7 @@ def test_what_has_no_equal_bits_is_not_verified(changes: dict[str, Any], message
 def test_with_fsdp_mirrors_are_compared(tmp_path: Path) -> None:
     options: dict[str, Any] = {"strategy": "fsdp", "verify": {"every_steps": 3}}
     run = run_of(tmp_path / "calm", 2, **options)[1]
-    verified: list[Any] = list(run.rendezvous.events("verified"))
+    verified: list[Any] = list(run.rendezvous.events("step_verified"))
     assert [event.step for event in verified] == [3, 6]
     (tmp_path / "fault").mkdir()
     with workers(tmp_path / "fault", 2, Fault(1, "optimizer's memory"), **options) as run:

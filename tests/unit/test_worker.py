@@ -243,7 +243,7 @@ def test_a_worker_that_ends_its_process_is_reported_with_status_rank_and_step(tm
     sizes = {"steps": 4, "global_batch_size": 4, "micro_batch_size": 2}
     with running(tmp_path, exit_at_step_2, CPU, 2, **sizes) as workers:
         workers.finish(LIMIT_S * 2)
-        lost = workers.rendezvous.events("worker_lost")[0]
+        lost = workers.rendezvous.events("worker_failed")[0]
     place = f"{__file__}:{exit_at_step_2.__code__.co_firstlineno + 7} in exit_at_step_2"
     assert lost.error.startswith(f"its process exited: os._exit(3) called by rank 1 at step 2 at {place}\n")
 
@@ -344,7 +344,8 @@ def test_a_running_save_ends_although_the_training_function_fails(
     assert outcome is not None and outcome["status"] == "failed" and "the loss is NaN" in outcome["error"]
     newest = commits.latest()
     assert newest is not None and newest.step == 2
-    assert [event.step for event in rendezvous.events("commit")] == [2] and not rendezvous.events("commit_failed")
+    assert [event.step for event in rendezvous.events("commit_succeeded")] == [2]
+    assert not rendezvous.events("commit_failed")
     assert not rendezvous.actor._coordinator.is_saving
 
 

@@ -35,7 +35,7 @@ FAILED = f"DistNetworkError: {PEER_FAILURE}"
 
 def generations(run: Run) -> list[tuple[int, int, str]]:
     """The number, the first step, and the reason of each generation."""
-    events = client_of(run).events_of("generation")
+    events = client_of(run).events_of("generation_started")
     return [(event["generation"], event["first_step"], event["reason"]) for event in events]
 
 
@@ -90,7 +90,7 @@ def test_a_worker_that_was_presumed_dead_commits_nothing_and_rejoins(new_run: Ne
         client.presumed_dead = len(client.joins) < 2
 
     train(run, in_step)
-    assert client.steps_of("commit") == [6, 7], "the others committed step 3"
+    assert client.steps_of("commit_succeeded") == [6, 7], "the others committed step 3"
     assert steps == list(range(7)), "no step is repeated"
     assert len(client.joins) == 2 and "presumed dead" in str(client.failures[1])
 
