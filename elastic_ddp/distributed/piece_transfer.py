@@ -3,48 +3,52 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
 import torch
+import torch.distributed as dist
 
-from elastic_ddp.distributed.process_group import Message, ProcessGroup
+from elastic_ddp.distributed.process_group import ProcessGroup
 
 Item = TypeVar("Item")
 
 
 class TransferWindow(Generic[Item]):
-    """What this rank has begun to send or receive, oldest first. It is full with `max_items` or `max_bytes`."""
+    """What this rank has begun to send or receive, oldest first: fewer than `max_items` and `max_bytes` after `add`.
 
-    def __init__(self, group: ProcessGroup, *, max_items: int, max_bytes: int) -> None:
-        self._group = group
+    `finish` is called with each item once it has been sent or received.
+    """
+
+    def __init__(self, group: ProcessGroup, finish: Callable[[Item], None], *, max_items: int, max_bytes: int) -> None:
+        self._group, self._finish = group, finish
         self._max_items, self._max_bytes = max_items, max_bytes
-        self._items: deque[tuple[Item, Sequence[Message], int]] = deque()
+        self._items: deque[tuple[Item, Sequence[dist.Work], int]] = deque()
         self._num_bytes = 0
 
-    def add(self, item: Item, messages: Sequence[Message], num_bytes: int) -> None:
+    def add(self, item: Item, messages: Sequence[dist.Work], num_bytes: int) -> None:
+        """Adds an item, and waits for the oldest ones while there are too many. Raises if a peer failed."""
         self._items.append((item, messages, num_bytes))
         self._num_bytes += num_bytes
+        while len(self._items) >= self._max_items or self._num_bytes >= self._max_bytes:
+            self._finish_oldest()
 
-    def finish_oldest(self) -> Item:
-        """Waits for the messages of the oldest item and returns it. Raises if a peer failed; see `is_peer_failure`."""
+    def drain(self) -> None:
+        """Waits for all items."""
+        while self._items:
+            self._finish_oldest()
+
+    def _finish_oldest(self) -> None:
         item, messages, num_bytes = self._items.popleft()
         self._group.finish(messages)
         self._num_bytes -= num_bytes
-        return item
-
-    @property
-    def is_full(self) -> bool:
-        return len(self._items) >= self._max_items or self._num_bytes >= self._max_bytes
-
-    def __len__(self) -> int:
-        return len(self._items)
+        self._finish(item)
 
 
 def begin_transfer(
     data: memoryview, group: ProcessGroup, *, tag: int, source: int, ranks: Sequence[int]
-) -> list[Message]:
-    """Begins to send a piece from rank `source` to `ranks`, and returns the messages to wait for.
+) -> list[dist.Work]:
+    """Begins to send a piece from rank `source` to `ranks`, and returns the messages for `ProcessGroup.finish`.
 
     The source and each of the ranks call it. Ranks that share pieces begin them in the same order; otherwise they wait
     for each other forever.
@@ -58,6 +62,8 @@ def begin_transfer(
     if not data or not others:
         return []
     tensor = torch.frombuffer(data, dtype=torch.uint8)
-    if group.rank == source:
-        return [group.begin_send(tensor, rank, tag) for rank in others]
-    return [group.begin_receive(tensor, source, tag)]
+    if group.rank != source:
+        begun = [dist.irecv(tensor, source, tag=tag)]
+    else:
+        begun = [dist.isend(tensor, rank, tag=tag) for rank in others]
+    return [message for message in begun if message is not None]  # None outside of the group

@@ -54,21 +54,6 @@ _PEER_FAILURE_SIGNS = (
 )
 
 
-class Message:
-    """A point-to-point transfer in flight."""
-
-    def __init__(self, work: dist.Work | None, timeout: datetime.timedelta) -> None:
-        assert work is not None, "this rank is in the group"
-        self._work, self._timeout = work, timeout
-
-    def wait(self) -> None:
-        """Waits until the tensor is received, or its sender may change it. Call it once: gloo blocks a second time.
-
-        An abort may not end it; see `ProcessGroup.finish`.
-        """
-        self._work.wait(self._timeout)
-
-
 @dataclass
 class ProcessGroup:
     """The process group of a generation. Created by `form`, which every rank calls."""
@@ -105,11 +90,6 @@ class ProcessGroup:
     def transfer_device(self) -> torch.device:
         """The device of tensors that the group sends without a copy."""
         return torch.device("cpu") if self.shares_device else self.device
-
-    @property
-    def timeout_s(self) -> float:
-        """The timeout of every collective and message, in seconds."""
-        return self._timeout.total_seconds()
 
     @classmethod
     def form(
@@ -307,27 +287,21 @@ class ProcessGroup:
         else:
             wait_for_collective(work, lambda: self.aborted)
 
-    def finish(self, messages: Sequence[Message]) -> None:
-        """Waits for messages whose tensors are on the CPU.
+    def finish(self, messages: Sequence[dist.Work]) -> None:
+        """Waits until messages, whose tensors are on the CPU, are received, or their sender may change them.
+
+        Call it once for each message: gloo blocks a second time.
 
         Raises:
             Exception: a peer failed; see `is_peer_failure`.
         """
-        if not messages:
-            return
 
         def wait() -> None:
             for message in messages:
-                message.wait()
+                message.wait(self._timeout)
 
-        self._waits.wait(wait, lambda: self.aborted)
-
-    def begin_send(self, tensor: torch.Tensor, rank: int, tag: int) -> Message:
-        """Starts to send a tensor to a rank, which receives it with the same tag."""
-        return Message(dist.isend(tensor, rank, tag=tag), self._timeout)
-
-    def begin_receive(self, tensor: torch.Tensor, rank: int, tag: int) -> Message:
-        return Message(dist.irecv(tensor, rank, tag=tag), self._timeout)
+        if messages:
+            self._waits.wait(wait, lambda: self.aborted)
 
     def broadcast_bytes(self, data: bytes | None, source: int = 0) -> bytes:
         """Returns the bytes of rank `source` on every rank. Collective; other ranks pass None."""

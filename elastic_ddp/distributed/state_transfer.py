@@ -13,8 +13,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
-from elastic_ddp.distributed.piece_transfer import TransferWindow
+from elastic_ddp.distributed.piece_transfer import TransferWindow, begin_transfer
 from elastic_ddp.distributed.process_group import ProcessGroup
 from elastic_ddp.errors import ConfigError
 from elastic_ddp.tensors import host_memory
@@ -66,7 +67,7 @@ def transfer_tensors(
     layout = json.loads(group.broadcast_bytes(json.dumps(layout).encode() if own else None, source))
     received = _allocate(layout) if group.rank in receivers else None
     if group.rank in (ranks := [source, *receivers]):
-        _Chain(ranks, group, tick).forward(_pieces(tensors if received is None else received))
+        _forward(_pieces(tensors if received is None else received), ranks, group, tick)
     return received
 
 
@@ -93,51 +94,34 @@ def _pieces(tensors: Mapping[str, torch.Tensor]) -> Iterator[torch.Tensor]:
             yield from ravel(tensor).view(torch.uint8).split(CHUNK_BYTES)
 
 
-class _Chain:
-    """Ranks that each forward what they receive to the next one."""
+def _forward(
+    chunks: Iterable[torch.Tensor], ranks: Sequence[int], group: ProcessGroup, tick: Callable[[], None]
+) -> None:
+    """Sends chunks of bytes along a chain of ranks, many at a time. Only the first rank's may be on a device."""
+    own = ranks.index(group.rank)
 
-    def __init__(self, ranks: Sequence[int], group: ProcessGroup, tick: Callable[[], None]) -> None:
-        index = ranks.index(group.rank)
-        self._group, self._tick = group, tick
-        self._previous = ranks[index - 1] if index else None
-        self._next = ranks[index + 1] if index + 1 < len(ranks) else None
-        self._incoming, self._outgoing = (
-            TransferWindow[tuple[torch.Tensor, int]](
-                group, max_items=MAX_CHUNKS_IN_FLIGHT, max_bytes=MAX_BYTES_IN_FLIGHT
-            )
-            for _ in range(2)
-        )
+    def begin(data: memoryview, tag: int, first: int) -> list[dist.Work]:
+        """Begins to send a chunk from one rank of the chain to the next."""
+        return begin_transfer(data, group, tag=tag, source=ranks[first], ranks=ranks[first + 1 : first + 2])
 
-    def forward(self, chunks: Iterable[torch.Tensor]) -> None:
-        """Forwards chunks of bytes, many at a time. Only the first rank's chunks may be on a device."""
-        for tag, chunk in enumerate(chunks):
-            if self._previous is None:
-                self._send(chunk.cpu(), tag)
-                continue
-            message = self._group.begin_receive(chunk, self._previous, tag)
-            self._incoming.add((chunk, tag), [message], chunk.numel())
-            if self._incoming.is_full:
-                self._forward_oldest()
-        while self._incoming:
-            self._forward_oldest()
-        while self._outgoing:
-            self._finish_oldest_send()
+    def arrived(item: tuple[memoryview, int]) -> None:
+        tick()
+        send(*item)
 
-    def _forward_oldest(self) -> None:
-        chunk, tag = self._incoming.finish_oldest()
-        self._tick()
-        self._send(chunk, tag)
+    def send(data: memoryview, tag: int) -> None:
+        outgoing.add((data, tag), begin(data, tag, own), len(data))
 
-    def _send(self, tensor: torch.Tensor, tag: int) -> None:
-        if self._next is not None:
-            message = self._group.begin_send(tensor, self._next, tag)
-            self._outgoing.add((tensor, tag), [message], tensor.numel())
-            while self._outgoing.is_full:
-                self._finish_oldest_send()
-
-    def _finish_oldest_send(self) -> None:
-        self._outgoing.finish_oldest()
-        self._tick()
+    limits = {"max_items": MAX_CHUNKS_IN_FLIGHT, "max_bytes": MAX_BYTES_IN_FLIGHT}
+    incoming = TransferWindow[tuple[memoryview, int]](group, arrived, **limits)
+    outgoing = TransferWindow[tuple[memoryview, int]](group, lambda item: tick(), **limits)
+    for tag, chunk in enumerate(chunks):
+        data = chunk.cpu().numpy().data
+        if own:
+            incoming.add((data, tag), begin(data, tag, own - 1), len(data))
+        else:
+            send(data, tag)
+    incoming.drain()
+    outgoing.drain()
 
 
 def check_same_model(

@@ -115,13 +115,10 @@ def _read_pieces(
     After an error the rank still sends and receives all pieces, so that no other rank waits for it.
     """
     error: Exception | None = None
-    window = TransferWindow[tuple[SharedPiece, memoryview]](
-        group, max_items=PIECES_IN_FLIGHT, max_bytes=PIECES_IN_FLIGHT * MAX_PIECE_BYTES
-    )
 
-    def finish_oldest() -> None:
+    def finish(item: tuple[SharedPiece, memoryview]) -> None:
         nonlocal error
-        shared, data = window.finish_oldest()
+        shared, data = item
         tick()
         if shared.reader != group.rank and error is None:
             try:
@@ -130,6 +127,7 @@ def _read_pieces(
             except CheckpointError as raised:
                 error = PeerFailedError(f"rank {shared.reader} sent bytes that arrived changed: {raised}")
 
+    window = TransferWindow(group, finish, max_items=PIECES_IN_FLIGHT, max_bytes=PIECES_IN_FLIGHT * MAX_PIECE_BYTES)
     own = [shared for shared in pieces if shared.reader == group.rank]
     with closing(ReadAhead(own, lambda shared: read_piece(storage, shared.piece, targets))) as reading:
         for shared in pieces:
@@ -143,8 +141,5 @@ def _read_pieces(
                 data = targets.buffer_for(shared.piece)
             messages = begin_transfer(data, group, tag=shared.number, source=shared.reader, ranks=shared.ranks)
             window.add((shared, data), messages, len(data))
-            while window.is_full:
-                finish_oldest()
-        while window:
-            finish_oldest()
+        window.drain()
     return error

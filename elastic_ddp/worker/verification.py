@@ -15,6 +15,7 @@ import torch
 
 from elastic_ddp.data.micro_batches import map_tensors
 from elastic_ddp.data.packing import dump, load
+from elastic_ddp.distributed.piece_transfer import begin_transfer
 from elastic_ddp.errors import PeerFailedError
 from elastic_ddp.tensors.digest import digest_tensors
 from elastic_ddp.worker.verdict import Check, Digests, Report, Verdict, judge, plan_checks
@@ -114,15 +115,11 @@ class Verification:
         contents = {micro_batch: content for micro_batch, (_, content) in self._kept.items()}
         messages = []
         for check in self.checks:
-            tag = _FIRST_TAG + check.micro_batch
-            others = [other for other in check.checkers if other != check.owner]
-            if rank == check.owner:
-                content = torch.from_numpy(contents[check.micro_batch])
-                messages += [group.begin_send(content, other, tag) for other in others]
-            elif rank in others:
-                content = torch.empty(sum(sizes_of[check.micro_batch]), dtype=torch.uint8, device="cpu")
-                contents[check.micro_batch] = content.numpy()
-                messages.append(group.begin_receive(content, check.owner, tag))
+            if rank in check.checkers and rank != check.owner:
+                contents[check.micro_batch] = np.empty(sum(sizes_of[check.micro_batch]), np.uint8)
+            if rank in (check.owner, *check.checkers):
+                data, tag = contents[check.micro_batch].data, _FIRST_TAG + check.micro_batch
+                messages += begin_transfer(data, group, tag=tag, source=check.owner, ranks=check.checkers)
         group.finish(messages)
         self._kept.clear()
         for check in self.checks:

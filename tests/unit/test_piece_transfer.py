@@ -31,14 +31,14 @@ def users(number: int, world_size: int) -> list[int]:
 def transfer_all(group: ProcessGroup, max_items: int, max_bytes: int) -> dict[int, bool]:
     """For each piece that this rank needs, whether it arrived. Sources overwrite a piece once its transfer is over."""
     arrived: dict[int, bool] = {}
-    window = TransferWindow[tuple[int, bytearray]](group, max_items=max_items, max_bytes=max_bytes)
 
-    def finish_oldest() -> None:
-        number, data = window.finish_oldest()
+    def finish(item: tuple[int, bytearray]) -> None:
+        number, data = item
         arrived[number] = data == content(number)
         if users(number, group.world_size)[0] == group.rank:
             data[:] = bytes(len(data))
 
+    window = TransferWindow(group, finish, max_items=max_items, max_bytes=max_bytes)
     for number in range(NUM_PIECES):
         source, *others = users(number, group.world_size)
         if group.rank in (source, *others):
@@ -47,10 +47,7 @@ def transfer_all(group: ProcessGroup, max_items: int, max_bytes: int) -> dict[in
                 memoryview(data), group, tag=number, source=source, ranks=sorted((source, *others))
             )
             window.add((number, data), messages, len(data))
-            while window.is_full:
-                finish_oldest()
-    while window:
-        finish_oldest()
+    window.drain()
     return arrived
 
 
@@ -61,15 +58,16 @@ def test_every_piece_arrives_on_all_ranks_that_need_it(max_items: int, max_bytes
 
 
 def test_a_window_is_full_at_its_number_of_items_or_bytes() -> None:
-    window = TransferWindow[str](single_rank_group(), max_items=2, max_bytes=100)
-    window.add("a", [], 99)
-    assert not window.is_full
-    window.add("b", [], 0)
-    assert window.is_full and len(window) == 2
-    assert window.finish_oldest() == "a" and not window.is_full
-    assert window.finish_oldest() == "b" and len(window) == 0
-    window.add("c", [], 100)
-    assert window.is_full
+    finished: list[str] = []
+    window = TransferWindow(single_rank_group(), finished.append, max_items=3, max_bytes=100)
+    for item, num_bytes in (("a", 40), ("b", 40), ("c", 0), ("d", 99)):
+        window.add(item, [], num_bytes)
+        assert finished == {"a": [], "b": [], "c": ["a"], "d": ["a", "b"]}[item]
+    window.add("e", [], 100)
+    assert finished == ["a", "b", "c", "d", "e"]
+    window.add("f", [], 0)
+    window.drain()
+    assert finished[-1] == "f"
 
 
 @pytest.mark.parametrize(("data", "ranks"), [(b"", [0, 1]), (b"x", [0])])
@@ -95,7 +93,7 @@ def wait_for_a_failed_peer(group: ProcessGroup, how: str, source: int) -> bool |
     store.set("rank 1 waits", b"")
     caught: Any = None
     try:
-        message.wait()
+        group.finish([message])
     except Exception as error:
         caught = error
     store.set("rank 1 has waited", b"")

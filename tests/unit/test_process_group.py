@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from elastic_ddp.distributed import nccl, process_group
 from elastic_ddp.distributed.assignment import Assignment
+from elastic_ddp.distributed.piece_transfer import begin_transfer
 from elastic_ddp.distributed.process_group import ProcessGroup, is_peer_failure
 from elastic_ddp.distributed.store import StoreConnection
 from elastic_ddp.rendezvous.processes import process_state
@@ -119,8 +120,7 @@ def transfer(group: ProcessGroup, data: torch.Tensor, how: str) -> None:
     if how == "broadcast":
         group.wait(dist.broadcast(data, 1, async_op=True))
     elif how == "message":
-        begin = group.begin_send if group.rank == 1 else group.begin_receive
-        group.finish([begin(data, 1 - group.rank, 0)])
+        group.finish(begin_transfer(data.numpy().data, group, tag=0, source=1, ranks=[0, 1]))
 
 
 def abort_in_the_middle_of_a_message(group: ProcessGroup, how: str) -> tuple[bool, float]:
@@ -280,19 +280,17 @@ def test_bytes_of_any_length_are_broadcast_to_every_rank(world_size: int) -> Non
     assert run_ranks(world_size, send_bytes) == [[True] * len(SIZES) * world_size] * world_size
 
 
-def send_late(group: ProcessGroup) -> float:
+def send_late(group: ProcessGroup) -> int:
     """The first rank sends after the timeout for forming has passed. Returns what the last rank received."""
-    tensor = torch.zeros(1)
+    data = bytearray([7 * (group.rank == 0)])
     if group.rank == 0:
         time.sleep(2 * process_group.FORM_TIMEOUT_S)
-        group.begin_send(tensor + 7, group.world_size - 1, tag=1).wait()
-    elif group.rank == group.world_size - 1:
-        group.begin_receive(tensor, 0, tag=1).wait()
-    return tensor.item()
+    group.finish(begin_transfer(memoryview(data), group, tag=1, source=0, ranks=[1]))
+    return data[0]
 
 
 def test_a_message_has_the_timeout_of_collectives() -> None:
-    assert run_ranks(2, send_late) == [0, 7]
+    assert run_ranks(2, send_late) == [7, 7]
 
 
 def test_a_users_error_that_quotes_gloo_is_no_peer_failure() -> None:

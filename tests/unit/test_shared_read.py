@@ -28,15 +28,15 @@ def _many_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def most_in_flight(group: ProcessGroup, uri: str) -> int:
     """The largest number of pieces that this rank had in flight."""
-    add, most = TransferWindow.add, 0
+    finish_oldest, most = TransferWindow._finish_oldest, 0
 
-    def counted_add(window: TransferWindow[Any], *args: Any) -> None:
+    def counted(window: TransferWindow[Any]) -> None:
         nonlocal most
-        add(window, *args)
-        most = max(most, len(window))
+        most = max(most, len(window._items))
+        finish_oldest(window)
 
     with (
-        mock.patch.object(TransferWindow, "add", counted_add),
+        mock.patch.object(TransferWindow, "_finish_oldest", counted),
         mock.patch("elastic_ddp.checkpoint.pieces.MAX_PIECE_BYTES", 1),
     ):
         restore(SingleRankStore(Storage(uri), keep=2), Storage(uri), group)
@@ -76,16 +76,18 @@ def test_bad_pieces_on_one_rank_block_no_rank_and_name_the_checksum(tmp_path: Pa
 
 def restore_over_a_bad_connection(group: ProcessGroup, uri: str, what: str) -> str:
     """What a restore raises where bytes arrive changed on rank 1."""
-    finish_oldest, broadcast = TransferWindow.finish_oldest, group.broadcast_bytes
+    finish_oldest, broadcast = TransferWindow._finish_oldest, group.broadcast_bytes
 
-    def finish_changed(window: TransferWindow[Any]) -> Any:
-        shared, data = finish_oldest(window)
+    def finish_changed(window: TransferWindow[Any]) -> None:
+        (shared, data), messages, size = window._items.popleft()
+        group.finish(messages)
         if shared.reader != group.rank:
             data[0] ^= 1
-        return shared, data
+        window._items.appendleft(((shared, data), [], size))
+        finish_oldest(window)
 
     if group.rank == 1 and what == "piece":
-        TransferWindow.finish_oldest = finish_changed  # type: ignore[method-assign]
+        TransferWindow._finish_oldest = finish_changed  # type: ignore[method-assign]
     if group.rank == 1 and what == "skeleton":
         group.broadcast_bytes = lambda data: broadcast(data).replace(b"0.1", b"0.2")  # type: ignore[assignment]
     if group.rank == 1 and what == "manifest":
