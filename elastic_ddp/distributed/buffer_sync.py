@@ -16,11 +16,15 @@ from elastic_ddp.distributed.buffer_rules import FIRST, MEAN, SUM, changed_error
 from elastic_ddp.distributed.process_group import ProcessGroup, all_gather_single
 from elastic_ddp.distributed.reduction_tree import Node, fold_in, fold_to_root, maximal_subtrees, with_rows
 from elastic_ddp.errors import ConfigError, shorten
-from elastic_ddp.tensors.state_tree import INTEGERS, ravel
+from elastic_ddp.tensors.state_tree import ravel
 from elastic_ddp.torch_internals import buffers_of, modules_of, version
 
 Changes = list[torch.Tensor | None]
 """The change that a subtree of micro-batches makes to each combined buffer; None where it makes none."""
+
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""The dtype in which bits are compared, by the size of an element."""
 
 
 def _add(left: Changes, right: Changes) -> Changes:
@@ -51,7 +55,7 @@ def _differ(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     """Returns whether any bit differs. Comparing values would miss the sign of zero."""
     if left.dtype != right.dtype:
         return (left != right).any()
-    integer = INTEGERS.get(left.itemsize, torch.int64)  # complex128 has twice its size
+    integer = _INTEGERS.get(left.itemsize, torch.int64)  # complex128 has twice its size
     return (ravel(left).view(integer) != ravel(right).view(integer)).any()
 
 

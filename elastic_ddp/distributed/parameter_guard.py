@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from elastic_ddp.errors import ConfigError, shorten
-from elastic_ddp.tensors.state_tree import INTEGERS
+from elastic_ddp.tensors.digest import digest_named
 from elastic_ddp.torch_internals import addresses, versions
 
 
@@ -52,8 +52,8 @@ class ParameterGuard:
         """
         at_end, self._at_end = self._at_end, {}
         if at_end:
-            now = self._sum_state()
-            if changed := [name for name, total in at_end.items() if now.get(name, total) != total]:
+            now = self._digest_state()
+            if changed := [name for name, digest in at_end.items() if now.get(name, digest) != digest]:
                 raise ConfigError(
                     f"{shorten(changed, 5)} changed between two steps. Code after `with step` runs again when a step "
                     "is repeated. Change the state of the model in the block, after step.optimize()."
@@ -62,7 +62,7 @@ class ParameterGuard:
         self._parameters = parameters
         self._before = _marks(parameters)
         compares_bits = not self._num_steps & (self._num_steps - 1)
-        self._sums = sum_bits(self._parameters) if compares_bits else {}
+        self._digests = digest_named(self._parameters) if compares_bits else {}
 
     def check(self) -> None:
         """Raises a ConfigError if a parameter changed since `begin`."""
@@ -70,32 +70,21 @@ class ParameterGuard:
         if (now := _marks(self._parameters)) != self._before:
             of_each = zip(self._parameters, zip(*now, strict=True), zip(*self._before, strict=True), strict=True)
             changed = [name for name, mark, before in of_each if mark != before]
-        if not changed and self._sums:
-            sums = sum_bits(self._parameters)
-            changed = [name for name, total in self._sums.items() if sums[name] != total]
+        if not changed and self._digests:
+            now_digests = digest_named(self._parameters)
+            changed = [name for name, digest in self._digests.items() if now_digests[name] != digest]
         if changed:
             raise changed_parameters_error(changed, self._module)
 
     def end(self) -> None:
         """Ends the block of a step."""
-        self._at_end = self._sum_state() if self._sums else {}
+        self._at_end = self._digest_state() if self._digests else {}
 
-    def _sum_state(self) -> dict[str, int]:
-        return sum_bits({**dict(self._module.named_parameters()), **dict(self._module.named_buffers())})
+    def _digest_state(self) -> dict[str, int]:
+        return digest_named({**dict(self._module.named_parameters()), **dict(self._module.named_buffers())})
 
 
 def _marks(parameters: Mapping[str, torch.nn.Parameter]) -> tuple[list[int], list[int]]:
     """Returns numbers of which one differs after a parameter changed in place, or by `parameter.data = …`."""
     tensors = list(parameters.values())
     return versions(tensors), addresses(tensors)
-
-
-def sum_bits(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
-    """Returns a checksum of each dense tensor; of shards, that of the part on this rank."""
-    sums = {}
-    for name, tensor in tensors.items():
-        local = tensor.to_local() if hasattr(tensor, "to_local") else tensor.detach()
-        if local.layout is torch.strided:
-            bits = torch.view_as_real(local) if local.is_complex() else local
-            sums[name] = bits.view(INTEGERS[bits.itemsize]).sum(dtype=torch.int64)
-    return dict(zip(sums, torch.stack(list(sums.values())).tolist(), strict=True)) if sums else {}

@@ -14,10 +14,10 @@ import torch
 
 from elastic_ddp import torch_internals
 from elastic_ddp.config.run_config import RunConfig
-from elastic_ddp.distributed.parameter_guard import sum_bits
 from elastic_ddp.distributed.process_group import ProcessGroup
 from elastic_ddp.distributed.reduction_tree import micro_batch_ranges, processing_order
 from elastic_ddp.errors import ConfigError, shorten
+from elastic_ddp.tensors.digest import digest_named
 from elastic_ddp.tensors.state_tree import Layout, gather_full, local_part
 
 if TYPE_CHECKING:
@@ -122,7 +122,7 @@ class Strategy(ABC):
         self._kept: list[tuple[torch.Tensor, torch.Tensor]] = []  # between backwards, parameters and their gradients
         self._left: Marks | None = None  # after the last backward
         self._before: Marks | None = None  # before it, if gradients of earlier ones were put back
-        self._sums: dict[str, int] = {}
+        self._digests: dict[str, int] = {}
         self._num_steps = 0
 
     def shard(  # noqa: B027
@@ -171,7 +171,7 @@ class Strategy(ABC):
         self._rows = rows
         self._num_steps += 1
         self._kept.clear()
-        self._sums.clear()
+        self._digests.clear()
         self._left = self._before = None
         self.num_leaves = int(np.count_nonzero(rows))
         self.divisor = int(rows.sum()) / self.micro_batch_size  # M except in the short last step of an epoch
@@ -215,7 +215,7 @@ class Strategy(ABC):
         """Records the gradients for `check_gradients`, and their bits as rarely as `ParameterGuard` does."""
         self._left = self._mark_gradients()
         compares_bits = not self._num_steps & (self._num_steps - 1)
-        self._sums = sum_bits(dict(self._gradients())) if compares_bits else {}
+        self._digests = digest_named(dict(self._gradients())) if compares_bits else {}
 
     def check_gradients(self) -> None:
         """Raises a ConfigError if gradients changed since the last backward of the step."""
@@ -225,9 +225,9 @@ class Strategy(ABC):
         elif (now := self._mark_gradients()) != self._left:
             accumulators = self._accumulators()
             changed = {accumulators[position][0] for position in now.changed(self._left)}
-        if not changed and self._sums:
-            sums = sum_bits(dict(self._gradients()))
-            changed = {name for name, total in self._sums.items() if sums[name] != total}
+        if not changed and self._digests:
+            digests = digest_named(dict(self._gradients()))
+            changed = {name for name, digest in self._digests.items() if digests[name] != digest}
         if changed:
             raise own_backward_error(sorted(changed))
 

@@ -1,13 +1,13 @@
-"""`digest_bits`: a digest of a tensor's bits, computed on its device."""
+"""Digests of tensors' bits, computed on their devices."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
 
-from elastic_ddp.tensors.state_tree import ravel
+from elastic_ddp.tensors.state_tree import local_part, ravel
 
 _WORDS = 1 << 16
 """Words of 8 bytes in a row. A CPU keeps a row, its weights and their products in its cache."""
@@ -15,24 +15,24 @@ _ROWS = {"cpu": 1}
 """Rows that are added up at once, by the type of the device."""
 
 
-def digest_bits(tensor: torch.Tensor) -> int:
-    """Returns the sum of a dense tensor's bits as words of 8 bytes, each times a weight of its place, modulo 2**64.
-
-    Equal tensors have equal digests, also on different devices. Others do only by chance: the weights are odd, so a
-    change of one word always changes the digest.
-    """
-    return int(_digest(tensor))
-
-
 def digest_tensors(tensors: Iterable[torch.Tensor | None]) -> torch.Tensor:
-    """Returns the `digest_bits` of each, int64 of shape (tensors,), without a wait for the device.
+    """Returns the digest of each dense tensor, int64 of shape (tensors,), without a wait for the device.
 
-    None has that of zeros. The order of elements in memory does not matter.
+    It is the sum of the tensor's bits as words of 8 bytes, each times a weight of its place, modulo 2**64. The order of
+    elements in memory does not matter. Equal tensors have equal digests, also on different devices. Others do only by
+    chance: the weights are odd, so a change of one word always changes the digest. None has the digest of zeros.
     """
     digests = [torch.zeros((), dtype=torch.int64, device="cpu") if each is None else _digest(each) for each in tensors]
     devices = {digest.device for digest in digests} - {torch.device("cpu")}
     device = devices.pop() if devices else torch.device("cpu")
     return torch.stack([digest.to(device) for digest in digests]) if digests else torch.zeros(0, dtype=torch.int64)
+
+
+def digest_named(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
+    """Returns the digests of the dense tensors by name; of a DTensor, that of the part on this rank."""
+    local = {name: local_part(tensor.detach()) for name, tensor in tensors.items()}
+    dense = {name: tensor for name, tensor in local.items() if tensor.layout is torch.strided}
+    return dict(zip(dense, digest_tensors(dense.values()).tolist(), strict=True))
 
 
 @torch.no_grad()

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import base64
-import binascii
 import hashlib
 import math
 import re
 import struct
-import sys
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -24,8 +22,6 @@ Layout = Callable[[str], torch.Tensor | None]
 """Maps a tensor's name in a commit to a DTensor that is sharded as this tensor is; to None if it is not sharded."""
 
 _PLAIN_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter, torch.nn.Buffer})
-INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""The dtype in which bits are compared and added up, by the size of an element."""
 _NUMPY_SCALARS = "biufcmM"
 _NUMPY_ARRAYS = "biufcmMSU"
 _FACTORIES: dict[str, Callable[[], Any]] = {
@@ -106,7 +102,9 @@ def weights_sha256(named_tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
         for text in (name.encode(), dtype_name(tensor.dtype).encode()):
             digest.update(struct.pack("<Q", len(text)) + text)
         digest.update(struct.pack(f"<Q{tensor.dim()}Q", tensor.dim(), *tensor.shape))
-        digest.update(_little_endian(tensor))
+        flat = ravel(tensor.detach().cpu())
+        if flat.numel():
+            digest.update(flat.view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
 
@@ -262,7 +260,7 @@ def _decode(node: Any, tensors: dict[str, torch.Tensor], depth: int) -> Any:
         case "float":
             return struct.unpack("<d", bytes.fromhex(body))[0]
         case "bytes":
-            return _bytes(body)
+            return base64.b64decode(body, validate=True)
         case "ordered_dict":
             ordered = OrderedDict(_pairs(body, tensors, depth))
             if node["metadata"] is not None:
@@ -283,7 +281,7 @@ def _decode(node: Any, tensors: dict[str, torch.Tensor], depth: int) -> Any:
                 return np.broadcast_to(np.zeros((), dtype), node["shape"])
             return ravel(stored.cpu()).view(torch.uint8).numpy().view(dtype).reshape(node["shape"])
         case "numpy_scalar":
-            return np.frombuffer(_bytes(body), _numpy_dtype(node["dtype"]))[0]
+            return np.frombuffer(base64.b64decode(body, validate=True), _numpy_dtype(node["dtype"]))[0]
         case "torch_dtype":
             return dtype_of(body)
         case "torch_device":
@@ -363,25 +361,7 @@ def _base64(data: bytes) -> str:
     return base64.b64encode(data).decode()
 
 
-def _bytes(text: str) -> bytes:
-    try:
-        return base64.b64decode(text, validate=True)
-    except binascii.Error as error:
-        raise ValueError(str(error)) from error
-
-
 def _bytes_of(array: np.ndarray[Any, Any]) -> torch.Tensor:
     """Returns the array's bytes, copied only if it is not contiguous or is read-only, which torch does not support."""
     array = np.ascontiguousarray(array)
     return torch.from_numpy((array if array.flags.writeable else array.copy()).reshape(-1).view(np.uint8))
-
-
-def _little_endian(tensor: torch.Tensor) -> memoryview:
-    flat = ravel(tensor.detach().cpu())
-    if not flat.numel():
-        return memoryview(b"")
-    raw: np.ndarray[Any, Any] = flat.view(torch.uint8).numpy()
-    if sys.byteorder == "big":
-        width = flat.element_size() // (2 if flat.is_complex() else 1)
-        raw = raw.reshape(-1, width)[:, ::-1].copy().reshape(-1)
-    return raw.data

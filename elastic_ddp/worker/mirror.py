@@ -19,7 +19,7 @@ import torch
 from elastic_ddp.distributed.process_group import ProcessGroup
 from elastic_ddp.distributed.shard_moves import Spec, rotate_rows
 from elastic_ddp.errors import ConfigError, format_exception, shorten
-from elastic_ddp.tensors.digest import digest_bits
+from elastic_ddp.tensors.digest import digest_named
 from elastic_ddp.tensors.dtensor import is_dtensor, shard_of
 from elastic_ddp.tensors.free_memory import free_bytes
 from elastic_ddp.tensors.state_tree import Layout, flatten, local_part, unflatten
@@ -176,8 +176,7 @@ class Mirror:
 
     def compare(self) -> None:
         """Compares each shard with its mirror. Collective. Raises a ConfigError on every rank if they differ."""
-        own = {name: digest_bits(local_part(tensor.detach())) for name, tensor in self._own_tensors().items()}
-        mirrored = {name: digest_bits(rows) for name, rows in self._tensors().items()}
+        own, mirrored = digest_named(self._own_tensors()), digest_named(self._tensors())
         gathered = [json.loads(each) for each in self._group.all_gather_bytes(json.dumps([own, mirrored]).encode())]
         for rank, (of_owner, _) in enumerate(gathered):
             of_mirror = gathered[(rank + self._offset) % self._group.world_size][1]
