@@ -8,17 +8,20 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from elastic_ddp import torch_internals
 from elastic_ddp.config.run_config import RunConfig
 from elastic_ddp.distributed.canonical_reduction import CanonicalReduction, Record
-from elastic_ddp.distributed.comm_hooks import register_comm_hook
 from elastic_ddp.distributed.prepared_model import PreparedModel
 from elastic_ddp.distributed.process_group import ProcessGroup
 from elastic_ddp.distributed.strategy import Strategy, ignore, unused_parameters_error
 from elastic_ddp.errors import ConfigError
 from elastic_ddp.tensors.digest import digest_tensors
+
+POWERSGD_FIRST_STEP = 10
+"""Steps of a generation that PowerSGD leaves uncompressed. It needs two, in which DDP arranges its buckets."""
 
 
 class _DirectCall(torch.nn.Module):
@@ -85,8 +88,14 @@ class DDPStrategy(Strategy):
             )
         if self._reduction is not None:
             replica.register_comm_hook(None, self._reduction.hook)
-        elif self._options.comm_hook is not None:
-            register_comm_hook(replica, self._options.comm_hook)
+        elif self._options.comm_hook == "fp16":
+            replica.register_comm_hook(None, default_hooks.fp16_compress_hook)
+        elif self._options.comm_hook == "bf16":
+            # DDP refuses the hook by its name in builds without NCCL, although gloo supports bfloat16.
+            replica.register_comm_hook(None, lambda group, bucket: default_hooks.bf16_compress_hook(group, bucket))
+        elif self._options.comm_hook == "powersgd":
+            state = powerSGD_hook.PowerSGDState(None, start_powerSGD_iter=POWERSGD_FIRST_STEP)
+            replica.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
         return replica
 
     def begin_step(self, rows: np.ndarray) -> None:

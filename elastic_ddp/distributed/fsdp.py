@@ -41,7 +41,7 @@ from elastic_ddp.distributed.state_transfer import transfer_tensors
 from elastic_ddp.distributed.strategy import Strategy, add_in_place, ignore, unused_parameters_error
 from elastic_ddp.errors import ConfigError
 from elastic_ddp.tensors.dtensor import shard_of
-from elastic_ddp.tensors.free_memory import free_bytes
+from elastic_ddp.tensors.host_memory import free_bytes
 from elastic_ddp.tensors.state_tree import Layout, local_part
 
 BATCH_NORMS = (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d, torch.nn.SyncBatchNorm)

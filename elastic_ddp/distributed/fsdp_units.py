@@ -37,17 +37,26 @@ class ParameterLocation:
         return getattr(self.owner, self.key)
 
 
+def _walk(
+    owner: torch.nn.Module, units: Set[torch.nn.Module], name: str = "", unit: torch.nn.Module | None = None
+) -> Iterator[tuple[str, torch.nn.Module, torch.nn.Module]]:
+    """Yields the name of each module in a model, the module, and its innermost unit: parents first, with duplicates.
+
+    The model itself is one of the units.
+    """
+    innermost = owner if unit is None or owner in units else unit
+    yield name, owner, innermost
+    for key, child in owner.named_children():
+        yield from _walk(child, units, f"{name}.{key}" if name else key, innermost)
+
+
 def locate_parameters(module: torch.nn.Module, units: Set[torch.nn.Module]) -> list[ParameterLocation]:
     """Returns the locations of all parameters, in the order of `named_parameters`, with duplicates."""
-
-    def walk(owner: torch.nn.Module, prefix: str, unit: torch.nn.Module) -> Iterator[ParameterLocation]:
-        unit = owner if owner in units else unit
-        for key, _ in owner.named_parameters(recurse=False, remove_duplicate=False):
-            yield ParameterLocation(f"{prefix}{key}", owner, key, unit)
-        for name, child in owner.named_children():
-            yield from walk(child, f"{prefix}{name}.", unit)
-
-    return list(walk(module, "", module))
+    return [
+        ParameterLocation(f"{name}.{key}" if name else key, owner, key, unit)
+        for name, owner, unit in _walk(module, units)
+        for key, _ in owner.named_parameters(recurse=False, remove_duplicate=False)
+    ]
 
 
 def modules_by_unit(
@@ -56,17 +65,10 @@ def modules_by_unit(
     """Returns for each unit the modules of which it is the innermost unit, by name, parents first."""
     found: dict[torch.nn.Module, dict[str, torch.nn.Module]] = {unit: {} for unit in units}
     seen: set[torch.nn.Module] = set()
-
-    def walk(owner: torch.nn.Module, name: str, unit: torch.nn.Module) -> None:
-        if owner in seen:
-            return
-        seen.add(owner)
-        unit = owner if owner in units else unit
-        found[unit][name] = owner
-        for key, child in owner.named_children():
-            walk(child, f"{name}.{key}" if name else key, unit)
-
-    walk(module, "", module)
+    for name, owner, unit in _walk(module, units):
+        if owner not in seen:
+            seen.add(owner)
+            found[unit][name] = owner
     return found
 
 

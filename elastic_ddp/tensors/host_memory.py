@@ -1,4 +1,4 @@
-"""Uninitialized host memory with huge pages, for large tensors and buffers that are filled at once."""
+"""How much memory there is, and uninitialized host memory with huge pages, for what is filled at once."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import bisect
 import itertools
 import math
 import os
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -29,6 +30,11 @@ _Slab = npt.NDArray[np.uint8]
 
 _CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 """Where cgroup v2 and v1 have a container's memory limit."""
+_CGROUP_USES = (
+    ("/sys/fs/cgroup/memory.current", "/sys/fs/cgroup/memory.stat"),
+    ("/sys/fs/cgroup/memory/memory.usage_in_bytes", "/sys/fs/cgroup/memory/memory.stat"),
+)
+"""Where they have the memory that is in use, and what it is used for."""
 
 
 def total_bytes(limit_files: Sequence[str | os.PathLike[str]] = _CGROUP_LIMITS) -> int:
@@ -38,6 +44,29 @@ def total_bytes(limit_files: Sequence[str | os.PathLike[str]] = _CGROUP_LIMITS) 
         with suppress(OSError, ValueError):  # no such file, or "max"
             limits.append(int(Path(file).read_text()))
     return min(limits)
+
+
+def free_bytes(device: torch.device) -> int:
+    """Returns how much memory this process could still get on a device. For a CPU, all processes of the node share it.
+
+    Of a GPU, it counts what torch's allocator holds and does not use; of a CPU, what the page cache can give back.
+    """
+    if device.type == "cuda":
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return int(torch.cuda.mem_get_info(device)[0]) + unused
+    free = total_bytes()
+    with suppress(OSError, TypeError):  # on other systems than Linux there are no such files
+        free = _number("/proc/meminfo", r"MemAvailable:\s+(\d+) kB") * 1024
+    for in_use, statistics in _CGROUP_USES:
+        with suppress(OSError, TypeError, ValueError):
+            used = int(Path(in_use).read_text()) - _number(statistics, r"(?m)^(?:total_)?inactive_file (\d+)")
+            free = min(free, total_bytes() - used)
+    return free
+
+
+def _number(file: str, pattern: str) -> int:
+    """Returns the number that a pattern finds in a file. Raises TypeError if it finds none."""
+    return int(re.search(pattern, Path(file).read_text())[1])  # type: ignore[index]
 
 
 class Memory:

@@ -22,7 +22,7 @@ from elastic_ddp.rendezvous.messages import PlannedAssignment
 from elastic_ddp.rendezvous.user_place import frames_of
 from elastic_ddp.telemetry.event import PEER_FAILED, RESUMED, RUN_ENDED, STARTED, STATE_TRANSFERRED
 from elastic_ddp.telemetry.events import GenerationEnded, GenerationStarted
-from elastic_ddp.tensors.free_memory import free_bytes
+from elastic_ddp.tensors.host_memory import free_bytes
 from elastic_ddp.worker.agreed_events import AgreedEvents
 from elastic_ddp.worker.clock import WorkerClock
 from elastic_ddp.worker.collective_tasks import CollectiveTasks

@@ -21,7 +21,7 @@ from elastic_ddp.distributed.shard_moves import Spec, rotate_rows
 from elastic_ddp.errors import ConfigError, format_exception, shorten
 from elastic_ddp.tensors.digest import digest_named
 from elastic_ddp.tensors.dtensor import is_dtensor, shard_of
-from elastic_ddp.tensors.free_memory import free_bytes
+from elastic_ddp.tensors.host_memory import free_bytes
 from elastic_ddp.tensors.state_tree import Layout, flatten, local_part, unflatten
 from elastic_ddp.torch_internals import version
 from elastic_ddp.worker.optimizer_state import group_names, load_named_state, named_state
