@@ -223,12 +223,17 @@ def wrap_waits(unit: torch.nn.Module, wrap: Callable[[Callable[..., Any]], Calla
     With gloo, `unshard` gathers the parameters and `post_backward` reduces the gradients. On a GPU, both run on other
     streams, and `wait_for_unshard` waits. Torch 2.11 may have one group of parameters for each unit.
     """
-    for group in _parameter_groups(unit._get_fsdp_state()):  # type: ignore[operator]
+    for group in _parameter_groups(unit):
         for name in ("unshard", "wait_for_unshard", "post_backward"):
             setattr(group, name, wrap(getattr(group, name)))
 
 
-def _parameter_groups(state: Any) -> list[Any]:
+def _units(module: torch.nn.Module) -> list[Any]:
+    return [each for each in module.modules() if hasattr(each, "_get_fsdp_state")]
+
+
+def _parameter_groups(unit: Any) -> list[Any]:
+    state = unit._get_fsdp_state()
     one = getattr(state, "_fsdp_param_group", None)
     return list(getattr(state, "_fsdp_param_groups", [one] if one is not None else []))
 
@@ -242,10 +247,10 @@ def take_off_fsdp(module: torch.nn.Module) -> dict[torch.nn.Parameter, torch.nn.
     from torch.distributed._composable_state import _module_state_mapping
 
     replaced: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
-    for unit in [each for each in module.modules() if hasattr(each, "_get_fsdp_state")]:
-        state: Any = unit._get_fsdp_state()  # type: ignore[operator]
+    for unit in _units(module):
+        state = unit._get_fsdp_state()
         handles = [state._pre_forward_hook_handle, state._post_forward_hook_handle]
-        for group in _parameter_groups(state):
+        for group in _parameter_groups(unit):
             handles += group._module_to_pre_save_state_dict_hook_handle.values()
             handles += group._module_to_pre_load_state_dict_hook_handle.values()
             for each in group.fsdp_params:
@@ -261,7 +266,7 @@ def take_off_fsdp(module: torch.nn.Module) -> dict[torch.nn.Parameter, torch.nn.
         for handle in handles:
             handle.remove()
         for key in (STATE_KEY, REGISTRY_KEY):
-            entries: dict[Any, Any] = unit.__dict__[key]
+            entries = unit.__dict__[key]
             for name in [name for name in entries if getattr(name, "__name__", name) == "fully_shard"]:
                 del entries[name]
         _module_state_mapping.pop(unit)
@@ -288,15 +293,14 @@ def set_collective_timeout(timeout: datetime.timedelta, group: dist.ProcessGroup
     (getattr(c10d, "set_timeout", None) or c10d._set_pg_timeout)(timeout, group)
 
 
-def default_backend(device: torch.device) -> Any:
-    """Returns the default process group's backend for a device. The public `ProcessGroup.abort` aborts all backends."""
-    assert dist.group.WORLD is not None, "the default process group is formed"
-    return backend_of(dist.group.WORLD, device)
+def backend_of(device: torch.device, group: dist.ProcessGroup | None = None) -> Any:
+    """Returns the backend for a device of a process group, by default of the default one.
 
-
-def backend_of(group: dist.ProcessGroup, device: torch.device) -> Any:
-    """Returns a process group's backend for a device."""
-    return group._get_backend(device)
+    The public `ProcessGroup.abort` aborts all backends.
+    """
+    found = group or dist.group.WORLD
+    assert found is not None, "the default process group is formed"
+    return found._get_backend(device)
 
 
 class CollectiveCounter:
@@ -309,7 +313,7 @@ class CollectiveCounter:
     _newest: weakref.ref[CollectiveCounter] | None = None
 
     def __init__(self, device: torch.device) -> None:
-        self._backends = {default_backend(torch.device("cpu")), default_backend(device)}
+        self._backends = {backend_of(torch.device("cpu")), backend_of(device)}
         self._num_messages = self._num_within = 0
         self._number_within: int | None = None
         self._lock = threading.RLock()
@@ -375,8 +379,8 @@ def release_groups(mesh: DeviceMesh, module: torch.nn.Module) -> None:
     may not have `DeviceMesh._pg_registry`.
     """
     getattr(mesh, "_pg_registry", {}).clear()
-    for unit in [each for each in module.modules() if hasattr(each, "_get_fsdp_state")]:
-        for group in _parameter_groups(unit._get_fsdp_state()):  # type: ignore[operator]
+    for unit in _units(module):
+        for group in _parameter_groups(unit):
             for info in (group.mesh_info, group.post_forward_mesh_info):
                 if info is not None:
                     info.shard_process_group = None

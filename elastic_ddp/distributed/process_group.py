@@ -158,9 +158,8 @@ class ProcessGroup:
         store.set_timeout(datetime.timedelta(seconds=forming_s))
         self._sockets = self._find_sockets(prefixed, before)
         if has_nccl:
-            self._nccl = [torch_internals.default_backend(self.device)]
-            if self.shard_group is not None:
-                self._nccl.append(torch_internals.backend_of(self.shard_group, self.device))
+            groups = [None] if self.shard_group is None else [None, self.shard_group]
+            self._nccl = [torch_internals.backend_of(self.device, group) for group in groups]
         self._count = torch_internals.CollectiveCounter(self.device)
         if self.aborted:
             raise PeerFailedError("a peer failed while the process group formed")

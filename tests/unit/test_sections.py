@@ -21,7 +21,7 @@ from elastic_ddp.rendezvous.hang import Activity, ActivityReport
 from elastic_ddp.rendezvous.messages import RendezvousOptions
 from elastic_ddp.rendezvous.sections import RankReport, Section, differ, find_mismatch
 from elastic_ddp.rendezvous.user_place import Frame, collective_of, user_place
-from elastic_ddp.torch_internals import default_backend
+from elastic_ddp.torch_internals import backend_of
 from elastic_ddp.worker.step import Step
 from tests.ranks import run_ranks
 from tests.unit import rank_steps
@@ -212,7 +212,7 @@ def wait_in_monitored_barrier(group: ProcessGroup) -> list[int | None]:
         numbers.append(group.num_collectives())
         dist.monitored_barrier()
     else:
-        begun = (count := default_backend(torch.device("cpu"))._get_sequence_number_for_group)()
+        begun = (count := backend_of(torch.device("cpu"))._get_sequence_number_for_group)()
         waiting = threading.Thread(target=dist.monitored_barrier)
         waiting.start()
         while count() == begun:
