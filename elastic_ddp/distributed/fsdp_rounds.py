@@ -82,16 +82,14 @@ class Gather(_Collective):
         group: dist.ProcessGroup,
         async_op: bool = False,
     ) -> dist.Work | None:
-        if not self.group.shares_device:
-            work = all_gather_single(output_tensor, input_tensor, group=self.group.shard_group, async_op=True)
-            if async_op:
-                return work
-            self.group.wait(work)
-            return None
-        gathered = torch.empty_like(output_tensor, device="cpu")
-        work = all_gather_single(gathered, input_tensor.cpu(), group=self.group.shard_group, async_op=True)
+        gathered = torch.empty_like(output_tensor, device="cpu") if self.group.shares_device else output_tensor
+        sent = input_tensor.to(gathered.device)
+        work = all_gather_single(gathered, sent, group=self.group.shard_group, async_op=True)
+        if async_op and gathered is output_tensor:
+            return work
         self.group.wait(work)
-        output_tensor.copy_(gathered)
+        if gathered is not output_tensor:
+            output_tensor.copy_(gathered)
         return None
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import islice
 
 import torch
 import torch.distributed as dist
@@ -99,11 +99,10 @@ def rotate_rows(
     for batch in _batches(specs):
         to_send: list[list[torch.Tensor]] = [[] for _ in range(world_size)]
         to_send[target] = [ravel(rows[name]).view(torch.uint8) for name in batch]
-        lengths = [len(rows_of(spec.shape[0], source, world_size)) * spec.row_bytes for spec in batch.values()]
-        sizes = [sum(lengths) if rank == source else 0 for rank in range(world_size)]
-        content = _exchange(to_send, sizes, group)[source].to(rows[next(iter(batch))].device)
-        for (name, spec), part in zip(batch.items(), content.split(lengths), strict=True):
-            received[name] = _as_rows(part, spec)
+        sizes: list[list[int]] = [[] for _ in range(world_size)]
+        sizes[source] = [len(rows_of(spec.shape[0], source, world_size)) * spec.row_bytes for spec in batch.values()]
+        for (name, spec), part in zip(batch.items(), _exchange(to_send, sizes, group)[source], strict=True):
+            received[name] = _as_rows(part.to(rows[name].device), spec)
     return received
 
 
@@ -140,35 +139,30 @@ def _move(
     device: torch.device,
 ) -> dict[str, torch.Tensor]:
     """Moves some tensors to the ranks that want them. `wanted` has for each rank the shard that it gets."""
-    own, world_size = group.rank, group.world_size
-    to_send: list[list[torch.Tensor]] = [[] for _ in range(world_size)]
-    sizes = [0] * world_size  # in bytes, of what each rank sends to this one
+    own, ranks = group.rank, range(group.world_size)
+    to_send: list[list[torch.Tensor]] = [[] for _ in ranks]
+    sizes: list[list[int]] = [[] for _ in ranks]  # in bytes, of the parts that each rank sends to this one
 
-    def own_part(name: str, shard: int, rows: range) -> torch.Tensor:
+    def held_part(name: str, shard: int, rows: range) -> torch.Tensor:
         first = rows_of(batch[name].shape[0], shard, resharding.num).start
         return ravel(held[shard][name][rows.start - first : rows.stop - first]).view(torch.uint8)
 
     for name, spec in batch.items():
-        for rank in range(world_size):
+        for rank in ranks:
             for shard, rows in _overlaps(spec, resharding, wanted[rank]):
                 source = resharding.source(shard, rank)
                 if source == own != rank:
-                    to_send[rank].append(own_part(name, shard, rows))
+                    to_send[rank].append(held_part(name, shard, rows))
                 if rank == own != source:
-                    sizes[source] += len(rows) * spec.row_bytes
-    received = _exchange(to_send, sizes, group)
-    offsets = [0] * world_size
+                    sizes[source].append(len(rows) * spec.row_bytes)
+    received = [iter(parts) for parts in _exchange(to_send, sizes, group)]
     kept = {}
     for name, spec in batch.items():
-        parts = []
+        parts, is_received = [], True
         for shard, rows in _overlaps(spec, resharding, wanted[own]):
-            source, size = resharding.source(shard, own), len(rows) * spec.row_bytes
-            if source == own:
-                parts.append(own_part(name, shard, rows))
-            else:
-                parts.append(received[source][offsets[source] : offsets[source] + size].to(device))
-                offsets[source] += size
-        is_received = all(resharding.source(shard, own) != own for shard, _ in _overlaps(spec, resharding, wanted[own]))
+            source = resharding.source(shard, own)
+            is_received &= source != own
+            parts.append(held_part(name, shard, rows) if source == own else next(received[source]).to(device))
         # A part of the held rows is copied, so that their memory can be freed.
         kept[name] = _as_rows(parts[0] if len(parts) == 1 and is_received else _joined(parts, device), spec)
     return kept
@@ -185,14 +179,15 @@ def _as_rows(content: torch.Tensor, spec: Spec) -> torch.Tensor:
     return content.view(spec.dtype).view(-1, *spec.shape[1:])
 
 
-def _exchange(to_send: Sequence[list[torch.Tensor]], sizes: Sequence[int], group: ProcessGroup) -> list[torch.Tensor]:
-    """Sends bytes in parts to each rank. Returns those of each rank, whose sizes are known."""
-    received = torch.empty(sum(sizes), dtype=torch.uint8, device=group.transfer_device)
-    lengths = [sum(map(len, of_rank)) for of_rank in to_send]
+def _exchange(
+    to_send: Sequence[list[torch.Tensor]], sizes: Sequence[list[int]], group: ProcessGroup
+) -> list[list[torch.Tensor]]:
+    """Sends bytes in parts to each rank. Returns the parts of each rank, whose sizes are known."""
+    num_bytes, lengths = [sum(of_rank) for of_rank in sizes], [sum(map(len, of_rank)) for of_rank in to_send]
+    received = torch.empty(sum(num_bytes), dtype=torch.uint8, device=group.transfer_device)
     parts = [part.to(group.transfer_device) for of_rank in to_send for part in of_rank]
     sent = parts[0] if len(parts) == 1 else _joined(parts, group.transfer_device)
-    if group.world_size == 1:
-        return [received]
-    group.wait(dist.all_to_all_single(received, sent, list(sizes), lengths, async_op=True))
-    bounds = [sum(sizes[:rank]) for rank in range(group.world_size + 1)]
-    return [received[low:high] for low, high in pairwise(bounds)]
+    if group.world_size > 1:
+        group.wait(dist.all_to_all_single(received, sent, num_bytes, lengths, async_op=True))
+    arrived = iter(received.split([size for of_rank in sizes for size in of_rank]))
+    return [list(islice(arrived, len(of_rank))) for of_rank in sizes]

@@ -144,32 +144,26 @@ class _Flattener:
             raise CheckpointError(f"{_dotted(path)} contains itself. A state is a tree: remove the loop.")
         if len(path) >= _MAX_DEPTH:
             raise CheckpointError(f"{_dotted(path)} is nested deeper than {_MAX_DEPTH} levels. Flatten the state.")
+        name = "ordered_dict" if kind is OrderedDict else kind.__name__.lower()
         self._open.add(id(value))
         try:
-            if kind is list:
-                return self._items(value, path)
-            if kind is tuple:
-                return {"kind": "tuple", "value": self._items(value, path)}
-            if kind is deque:
-                return {"kind": "deque", "value": self._items(value, path), "maxlen": value.maxlen}
+            if kind in (list, tuple, deque):
+                items = [self.encode(item, (*path, index)) for index, item in enumerate(value)]
+                if kind is list:
+                    return items
+                return {"kind": name, "value": items} | ({"maxlen": value.maxlen} if kind is deque else {})
             pairs = [
                 [key if type(key) is str else self._key(key, path, len(path)), self.encode(item, (*path, key))]
                 for key, item in value.items()
             ]
-            if kind is dict:
-                return {"kind": "dict", "value": pairs}
-            if kind is Counter:
-                return {"kind": "counter", "value": pairs}
+            node: dict[str, Any] = {"kind": name, "value": pairs}
             if kind is defaultdict:
-                return {"kind": "defaultdict", "value": pairs, "factory": self._factory(value, path)}
-            # A module's state_dict carries the versions of its layers in this attribute.
-            metadata = self.encode(torch_internals.layer_versions(value), (*path, "_metadata"))
-            return {"kind": "ordered_dict", "value": pairs, "metadata": metadata}
+                node["factory"] = self._factory(value, path)
+            if kind is OrderedDict:  # a module's state_dict carries the versions of its layers in an attribute
+                node["metadata"] = self.encode(torch_internals.layer_versions(value), (*path, "_metadata"))
+            return node
         finally:
             self._open.discard(id(value))
-
-    def _items(self, values: Iterable[Any], path: tuple[Any, ...]) -> list[Any]:
-        return [self.encode(item, (*path, index)) for index, item in enumerate(values)]
 
     def _key(self, key: Any, path: tuple[Any, ...], depth: int) -> Any:
         if depth >= _MAX_DEPTH:
