@@ -44,8 +44,10 @@ class FirstWeights:
         for name, module in modules.items():
             for key, tensor in _own_tensors(module).items():
                 if tensor not in made and tensor.is_meta:
-                    made[tensor] = new = _unset_like(tensor, device)
-                    unset[new] = version(new)
+                    new = torch.empty_like(tensor, device=device, requires_grad=False)
+                    _bytes_of(new).fill_(_UNSET)
+                    made[tensor] = _like(tensor, new)
+                    unset[made[tensor]] = version(new)
                 if tensor in made:
                     setattr(module, key, made[tensor])
                     places.append((name, module, key))
@@ -55,15 +57,22 @@ class FirstWeights:
             for name, module in reversed(list(modules.items())):
                 if (initialize := self._initializer_of(module, unset)) is not None:
                     seed_all(self._seed, "init", name)
-                    before = _sharded_versions(module)
+                    # Inner units are sharded already.
+                    sharded = {key: each for key, each in module.named_parameters() if is_dtensor(each)}
+                    before = {key: version(each) for key, each in sharded.items()}
                     initialize()
-                    _check_unchanged(name, before, _sharded_versions(module))
+                    if changed := [key for key, each in sharded.items() if version(each) != before[key]]:
+                        raise ConfigError(
+                            f"the initialization of {name or 'the model itself'} changed {shorten(changed, 5)} in its "
+                            "submodules, which are sharded already. Let it initialize what the module has itself: "
+                            "parameters(recurse=False)."
+                        )
         for name, module, key in places:
             tensor = getattr(module, key)
-            if unset.get(tensor) == version(tensor) and _is_unset(tensor):
+            if unset.get(tensor) == version(tensor) and tensor.numel() and int(_bytes_of(tensor).min()) == _UNSET:
                 self.uninitialized.add(f"{name}.{key}" if name else key)
             elif tensor.device != device:  # the initialization has made it
-                setattr(module, key, _moved(tensor, device))
+                setattr(module, key, _like(tensor, tensor.detach().to(device)))
 
     def note_loaded(self, module: torch.nn.Module, names: Iterable[str]) -> None:
         """Notes that tensors of the model with these names have values, also under other names."""
@@ -89,41 +98,17 @@ class FirstWeights:
             )
 
 
-def _sharded_versions(module: torch.nn.Module) -> dict[str, int]:
-    """Returns the versions of the parameters in a module that are sharded already, as inner units are."""
-    return {name: version(each) for name, each in module.named_parameters() if is_dtensor(each)}
-
-
-def _check_unchanged(name: str, before: Mapping[str, int], after: Mapping[str, int]) -> None:
-    if changed := [each for each in before if after[each] != before[each]]:
-        raise ConfigError(
-            f"the initialization of {name or 'the model itself'} changed {shorten(changed, 5)} in its submodules, "
-            "which are sharded already. Let it initialize what the module has itself: parameters(recurse=False)."
-        )
-
-
 def _own_tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Returns the parameters and buffers that a module has itself."""
     options = {"recurse": False, "remove_duplicate": False}
     return {**dict(module.named_parameters("", **options)), **dict(module.named_buffers("", **options))}
 
 
-def _unset_like(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    made = torch.empty_like(tensor, device=device, requires_grad=False)
-    _bytes_of(made).fill_(_UNSET)
+def _like(tensor: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """Returns a value as a parameter if a tensor is one."""
     is_parameter = isinstance(tensor, torch.nn.Parameter)
-    return torch.nn.Parameter(made, requires_grad=tensor.requires_grad) if is_parameter else made
-
-
-def _is_unset(tensor: torch.Tensor) -> bool:
-    return tensor.numel() > 0 and int(_bytes_of(tensor).min()) == _UNSET
+    return torch.nn.Parameter(value, requires_grad=tensor.requires_grad) if is_parameter else value
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
-
-
-def _moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    moved = tensor.detach().to(device)
-    is_parameter = isinstance(tensor, torch.nn.Parameter)
-    return torch.nn.Parameter(moved, requires_grad=tensor.requires_grad) if is_parameter else moved

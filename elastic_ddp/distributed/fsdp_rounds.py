@@ -49,11 +49,7 @@ class Round:
 
     @property
     def is_last(self) -> bool:
-        return self.number == self.num_rounds - 1
-
-    @property
-    def num_rounds(self) -> int:
-        return -(-self.num_leaves // self.group.world_size)
+        return self.number + 1 == -(-self.num_leaves // self.group.world_size)
 
     @property
     def leaves(self) -> range:

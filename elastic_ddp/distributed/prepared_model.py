@@ -66,20 +66,16 @@ class PreparedModel:
     def _call(self, *args: Any, **kwargs: Any) -> Any:
         if self._is_in_call:  # the model calls itself
             return self.call_directly(*args, **kwargs)
-        self._is_in_call = True
-        try:
-            return self._call_from_outside(*args, **kwargs)
-        finally:
-            self._is_in_call = False
-
-    def _call_from_outside(self, *args: Any, **kwargs: Any) -> Any:
         target = self.call_directly
         if self._replica is not None and torch.is_grad_enabled():
             target, self.called_replica = self._replica, True
-        if self._autocast is None:
-            return target(*args, **kwargs)
-        with torch.autocast(self._device_type, dtype=self._autocast):
-            return _to_fp32(target(*args, **kwargs))
+        self._is_in_call = True
+        try:
+            with self.autocast(is_enabled=True):
+                output = target(*args, **kwargs)
+                return output if self._autocast is None else _to_fp32(output)
+        finally:
+            self._is_in_call = False
 
 
 def unit_predicate(

@@ -153,7 +153,13 @@ class ProcessGroup:
         self._timeout = datetime.timedelta(seconds=timeout_s)
         torch_internals.set_collective_timeout(self._timeout)
         if assignment.num_shards < assignment.world_size:
-            self._form_shard_group(datetime.timedelta(seconds=forming_s))
+            first = self.rank // assignment.num_shards * assignment.num_shards
+            self.shard_group = dist.new_group(
+                list(range(first, first + assignment.num_shards)),
+                timeout=datetime.timedelta(seconds=forming_s),
+                use_local_synchronization=True,
+            )
+            torch_internals.set_collective_timeout(self._timeout, self.shard_group)
         # The heartbeat may not have noticed yet that a peer failed here.
         store.set_timeout(datetime.timedelta(seconds=forming_s))
         self._sockets = self._find_sockets(prefixed, before)
@@ -167,13 +173,6 @@ class ProcessGroup:
         if has_nccl and self.world_size > 1:
             store.set_timeout(self._timeout)  # the first use of NCCL in a process may take longer than connecting
             self._form_communicator()
-
-    def _form_shard_group(self, timeout: datetime.timedelta) -> None:
-        size = self.assignment.num_shards
-        first = self.rank // size * size
-        group = dist.new_group(list(range(first, first + size)), timeout=timeout, use_local_synchronization=True)
-        torch_internals.set_collective_timeout(self._timeout, group)
-        self.shard_group = group
 
     def _form_communicator(self) -> None:
         """Makes NCCL connect the ranks. Torch would do that in the first collective, where nothing ends the wait for a

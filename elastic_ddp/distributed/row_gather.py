@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Mapping, Sequence
 
@@ -78,7 +79,10 @@ class RowGather:
             return values
         counts = [int(rows[list(owned)].sum()) for owned in ranges]
         # One collective for all names: the bytes of each row, one name after the other.
-        parts = [ravel(value).view(torch.uint8).view(len(value), _row_bytes(value)) for value in values.values()]
+        parts = [
+            ravel(value).view(torch.uint8).view(len(value), math.prod(value.shape[1:]) * value.itemsize)
+            for value in values.values()
+        ]
         own_rows = torch.cat(parts, 1)
         sent = torch.zeros(max(counts), own_rows.shape[1], dtype=torch.uint8, device=group.transfer_device)
         sent[: len(own_rows)] = own_rows
@@ -95,10 +99,6 @@ class RowGather:
             name: ravel(column).to(value.device).view(value.dtype).view(len(everything), *value.shape[1:])
             for (name, value), column in zip(values.items(), columns, strict=True)
         }
-
-
-def _row_bytes(value: torch.Tensor) -> int:
-    return value.new_empty(1, *value.shape[1:]).nbytes
 
 
 def _describe(values: Mapping[str, torch.Tensor]) -> str:

@@ -63,7 +63,10 @@ class StoreConnection:
         """
         if self._store is None or self._address != (host, port):
             self.drop()
-            _check_listening(host, port, timeout_s)
+            try:  # torch would retry until its timeout if no process listens
+                socket.create_connection((host, port), timeout=timeout_s).close()
+            except OSError as error:
+                raise dist.DistNetworkError(f"cannot connect to the store at {host}:{port}: {error}") from error
             before = connections(port)
             timeout = datetime.timedelta(seconds=timeout_s)
             self._store = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
@@ -75,14 +78,6 @@ class StoreConnection:
     def drop(self) -> None:
         """Drops the connection. The next `connect` makes a new one."""
         self.sockets, self._address, self._store = frozenset(), None, None
-
-
-def _check_listening(host: str, port: int, timeout_s: float) -> None:
-    """Raises a DistNetworkError at once if no process listens. Torch would retry until its timeout."""
-    try:
-        socket.create_connection((host, port), timeout=timeout_s).close()
-    except OSError as error:
-        raise dist.DistNetworkError(f"cannot connect to the store at {host}:{port}: {error}") from error
 
 
 class StoreMailbox:

@@ -251,9 +251,10 @@ class Strategy(ABC):
     def _accumulating(self, *, is_last: bool) -> Iterator[None]:
         """The context of every backward. Between two, gradients are not on the parameters, so that nothing is lost."""
         self.check_gradients()
-        has_kept = bool(self._kept)
-        self._return_kept()
-        self._before = self._mark_gradients() if has_kept and is_last else None
+        for tensor, gradient in self._kept:
+            tensor.grad = gradient
+        self._before = self._mark_gradients() if self._kept and is_last else None
+        self._kept.clear()
         yield
         if is_last:
             self._record_gradients()
@@ -266,11 +267,6 @@ class Strategy(ABC):
         self._kept = [(tensor, gradient) for tensor, gradient in gradients if gradient is not None]
         for tensor in tensors:
             tensor.grad = None
-
-    def _return_kept(self) -> None:
-        for tensor, gradient in self._kept:
-            tensor.grad = gradient
-        self._kept.clear()
 
     def weight(self, micro_batch: int) -> float:
         """Returns a micro-batch's weight in the step's sum: its rows in units of full micro-batches."""
