@@ -51,12 +51,8 @@ def begin_transfer(
     """Begins to send a piece from rank `source` to `ranks`, and returns the messages for `ProcessGroup.finish`.
 
     The source and each of the ranks call it. Ranks that share pieces begin them in the same order; otherwise they wait
-    for each other forever.
-
-    Args:
-        data: the bytes on the source, and the memory to receive them on the others. It must not change until the
-            messages have been waited for.
-        tag: the same on all ranks, and different for each piece in flight.
+    for each other forever. `data` is memory with the bytes on the source, and to receive them on the others; it must
+    not change until `finish` returns. `tag` is the same on all ranks, and different for each piece in flight.
     """
     others = [rank for rank in ranks if rank != source]
     if not data or not others:

@@ -110,9 +110,7 @@ class ProcessGroup:
         that fails in between, with its address published, blocks gloo for five times that.
 
         Args:
-            assignment: this rank's place.
             store: this worker's connection. A failed attempt drops it, since nothing else ends a wait in the store.
-            device: the device of the model.
             timeout_s: the timeout of every collective and message, in seconds.
             shares_device: whether other ranks may use the same GPU. Gloo then replaces NCCL, unless NCCL can share it.
             attempt: the number of failed attempts in a row. Each doubles the timeout for connecting.

@@ -58,11 +58,8 @@ class RowGather:
     ) -> dict[str, torch.Tensor]:
         """Returns the rows of all micro-batches of the step, in order. Collective if anything is gathered.
 
-        Args:
-            signatures: the sum of `signature` over all ranks.
-            rows: the number of rows of each of the M micro-batches, shape (M,).
-            ranges: the micro-batches of each rank.
-            group: the ranks.
+        `signatures` is the sum of `signature` over all ranks; `rows` has the number of rows of each of the M
+        micro-batches, shape (M,); `ranges` has the micro-batches of each rank.
 
         Raises:
             ConfigError: the ranks gather different names, shapes or dtypes.

@@ -23,9 +23,7 @@ from elastic_ddp.tensors.state_tree import local_part
 def row_norm(gradients: Sequence[torch.Tensor], group: ProcessGroup) -> torch.Tensor:
     """Returns the 2-norm of all gradients together, float32, on their device, equal on all ranks. Collective.
 
-    Args:
-        gradients: DTensors that are sharded along dimension 0, with at least one dimension.
-        group: the ranks.
+    The gradients are DTensors that are sharded along dimension 0, with at least one dimension.
     """
     device, world_size, num_shards = local_part(gradients[0]).device, group.world_size, group.assignment.num_shards
     chunks = [-(-len(gradient) // num_shards) for gradient in gradients]  # rows of each that a rank holds at most

@@ -57,16 +57,10 @@ def move_rows(
 ) -> dict[int, dict[str, torch.Tensor]]:
     """Returns the rows of the shards that this rank has afterwards, by their numbers: its own, and the one it mirrors.
 
-    Collective. A rank sends itself nothing: what it holds already, it copies.
-
-    Args:
-        specs: all sharded tensors, in the same order on all ranks.
-        held: the rows of each shard that this rank holds, by its number. They are removed as they move.
-        resharding: who holds which shards, and who keeps one.
-        group: the ranks.
-        device: where this rank keeps its shards.
-        offset: how many ranks after the owner of a shard the rank comes that mirrors it; None for no mirrors.
-        tick: called after each batch.
+    Collective. A rank sends itself nothing: what it holds already, it copies. `specs` has all sharded tensors, in the
+    same order on all ranks. `held` has the rows of each shard that this rank holds, by its number; they are removed as
+    they move. With an `offset`, a shard is mirrored by the rank that comes so many ranks after its owner. `tick` is
+    called after each batch.
     """
     keepers, num = resharding.keepers, resharding.num_kept
     own: list[int | None] = [keepers.index(rank) % num if rank in keepers else None for rank in range(group.world_size)]

@@ -108,12 +108,8 @@ def choose_interface(
     """Returns the variables to set, so that gloo and NCCL use the same network interface.
 
     Either of `GLOO_SOCKET_IFNAME` and `NCCL_SOCKET_IFNAME`, set by the user, decides for both backends. Without them it
-    is the interface that has `address`, the node's address in Ray; if there is none, nothing is set.
-
-    Args:
-        address: an IPv4 address.
-        interfaces: the IPv4 address of each interface, by name.
-        environment: the variables that are set.
+    is the interface that has `address`, the node's IPv4 address in Ray; if there is none, nothing is set. `interfaces`
+    has the IPv4 address of each interface, by name.
     """
     gloo, nccl = (environment.get(f"{backend}_SOCKET_IFNAME") for backend in ("GLOO", "NCCL"))
     if gloo and nccl:

@@ -134,10 +134,8 @@ class Strategy(ABC):
     ) -> None:
         """Turns the full model and its optimizers into the form in which they train.
 
-        Args:
-            optimizers: the optimizers of the model.
-            rows: may have this rank's rows of the parameters, which become its shards.
-            begins: whether the model gets its first weights. Otherwise the caller loads what is not in `rows`.
+        `rows` may have this rank's rows of the parameters, which become its shards. With `begins`, the model gets its
+        first weights; otherwise the caller loads what is not in `rows`.
         """
 
     def layout(self, optimizers: Sequence[torch.optim.Optimizer]) -> Layout | None:
