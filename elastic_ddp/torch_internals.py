@@ -32,22 +32,16 @@ if TYPE_CHECKING:
 
 EXTRA_STATE = "_extra_state"
 """The last part of the `state_dict` key that holds what `Module.get_extra_state` returns. Torch does not export it."""
-_get_version, _get_address = attrgetter("_version"), methodcaller("data_ptr")
-
-
-def add_pairwise(left: list[torch.Tensor], right: list[torch.Tensor]) -> None:
-    """Adds each right tensor to its left one, in place. `torch._foreach_add_`: few kernel launches."""
-    torch._foreach_add_(left, right)
-
-
-def copy_pairwise(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
-    """Copies each source into its target. `torch._foreach_copy_`: few kernel launches, and no wait for the device."""
-    torch._foreach_copy_(targets, sources, non_blocking=True)
-
-
-def divide(tensors: list[torch.Tensor], divisor: float) -> None:
-    """Divides tensors in place. `torch._foreach_div_`: few kernel launches."""
-    torch._foreach_div_(tensors, divisor)
+# With few kernel launches, and no wait for the device.
+add_pairwise = torch._foreach_add_
+"""Adds each tensor of the second list to its one of the first, in place."""
+copy_pairwise = partial(torch._foreach_copy_, non_blocking=True)
+"""Copies each tensor of the second list into its one of the first."""
+divide = torch._foreach_div_
+"""Divides tensors in place by a number."""
+version = attrgetter("_version")
+"""Returns a number that every in-place change of a tensor increases."""
+_get_address = methodcaller("data_ptr")
 
 
 def total_norm(tensors: list[torch.Tensor]) -> torch.Tensor:
@@ -69,14 +63,9 @@ def largest_values(tensors: list[torch.Tensor]) -> torch.Tensor:
     return torch.stack(torch._foreach_norm(filled, torch.inf)) if filled else torch.zeros(1)
 
 
-def version(tensor: torch.Tensor) -> int:
-    """Returns a number that every in-place change of the tensor increases: `Tensor._version`."""
-    return tensor._version
-
-
 def versions(tensors: Iterable[torch.Tensor]) -> list[int]:
     """Returns the `version` of each tensor, without a Python call for each."""
-    return list(map(_get_version, tensors))
+    return list(map(version, tensors))
 
 
 def addresses(tensors: Sequence[torch.Tensor]) -> list[int]:

@@ -1,12 +1,15 @@
-"""Detects parameters that change in a step before `optimize`, for example in a forward, and changes between two steps.
+"""Detects parameters that change in a step before `optimize`, changes between two steps, and `zero_grad()` in a step.
 
 A change in a forward happens once for each micro-batch of a rank, so the weights would depend on the number of workers.
-Both happen again when a step is repeated.
+The first two happen again when a step is repeated.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache, wraps
+from typing import Any
 
 import torch
 
@@ -88,3 +91,45 @@ def _marks(parameters: Mapping[str, torch.nn.Parameter]) -> tuple[list[int], lis
     """Returns numbers of which one differs after a parameter changed in place, or by `parameter.data = …`."""
     tensors = list(parameters.values())
     return versions(tensors), addresses(tensors)
+
+
+# `zero_grad()` leaves no trace where no gradient is yet, and torch has no hook for it.
+_refused: list[tuple[torch.nn.Module, Iterable[torch.Tensor]]] = []
+
+
+def refuse_zero_grad(module: torch.nn.Module, parameters: Iterable[torch.Tensor]) -> None:
+    """Makes `zero_grad()` of the module, of a part of it, or of an optimizer of the parameters a ConfigError."""
+    _wrap_methods()
+    _refused[:] = [(module, parameters)]
+
+
+def allow_zero_grad() -> None:
+    _refused.clear()
+
+
+@cache
+def _wrap_methods() -> None:
+    for owner in (torch.nn.Module, torch.optim.Optimizer):
+        owner.zero_grad = _checked(owner.zero_grad)  # type: ignore[method-assign]
+
+
+def _checked(zero_grad: Callable[..., None]) -> Callable[..., None]:
+    @wraps(zero_grad)
+    def call(owner: Any, *args: Any, **kwargs: Any) -> None:
+        if any(_concerns(owner, *refused) for refused in _refused):
+            caller = sys._getframe(1)
+            place = f"{caller.f_code.co_filename}:{caller.f_lineno} in {caller.f_code.co_name}"
+            raise ConfigError(
+                f"{type(owner).__name__}.zero_grad() at {place} was called between the first batch of "
+                "step.micro_batches() and the step of the optimizer, where it would lose gradients. Remove the call: "
+                "the step clears them. To leave parameters out of a step, set their grad to None after the loop."
+            )
+        zero_grad(owner, *args, **kwargs)
+
+    return call
+
+
+def _concerns(owner: Any, module: torch.nn.Module, parameters: Iterable[torch.Tensor]) -> bool:
+    if isinstance(owner, torch.nn.Module):
+        return not set(owner.modules()).isdisjoint(module.modules())
+    return not {parameter for group in owner.param_groups for parameter in group["params"]}.isdisjoint(parameters)

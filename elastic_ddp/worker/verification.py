@@ -15,7 +15,7 @@ import torch
 
 from elastic_ddp.data.micro_batches import map_tensors
 from elastic_ddp.data.packing import dump, load
-from elastic_ddp.distributed.piece_transfer import begin_transfer
+from elastic_ddp.distributed.state_transfer import begin_transfer
 from elastic_ddp.errors import PeerFailedError
 from elastic_ddp.tensors.digest import digest_tensors
 from elastic_ddp.worker.verdict import Check, Digests, Report, Verdict, judge, plan_checks

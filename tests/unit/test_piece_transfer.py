@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from elastic_ddp.distributed.piece_transfer import TransferWindow, begin_transfer
 from elastic_ddp.distributed.process_group import ProcessGroup, is_peer_failure
+from elastic_ddp.distributed.state_transfer import TransferWindow, begin_transfer
 from tests.ranks import run_ranks, single_rank_group
 
 NUM_PIECES = 40

@@ -9,8 +9,8 @@ from unittest import mock
 import pytest
 
 from elastic_ddp.checkpoint.planning import BlockPlanner
-from elastic_ddp.distributed.piece_transfer import TransferWindow
 from elastic_ddp.distributed.process_group import ProcessGroup, is_peer_failure
+from elastic_ddp.distributed.state_transfer import TransferWindow
 from elastic_ddp.errors import PeerFailedError
 from elastic_ddp.storage.storage import Storage
 from elastic_ddp.worker.restore import restore
