@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ctypes
 import datetime
-import os
 import threading
 import weakref
 from collections import OrderedDict
@@ -402,54 +401,6 @@ def _notify(original: Callable[[], None], *, begins: bool) -> None:
     for listener in [*_listeners]:
         listener.session_changes(begins=begins)
     original()
-
-
-class ProfilerSession:
-    """A session of `torch.profiler`, for one thread, which notices if another session replaces it.
-
-    Torch has one session at a time. To stop a session that another one has replaced stops the other one, and to export
-    it ends the process.
-    """
-
-    def __init__(self, *, use_cuda: bool, profile_memory: bool) -> None:
-        """Prepares the session, so that its first step is not slow. Raises RuntimeError if there is another one."""
-        if is_profiling():
-            raise RuntimeError("the training function uses torch.profiler itself at the moment")
-        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # otherwise torch 2.13 prints each start and stop
-        activities = [torch.profiler.ProfilerActivity.CPU]
-        activities += [torch.profiler.ProfilerActivity.CUDA] if use_cuda else []
-        self._profile = torch.profiler.profile(activities=activities, profile_memory=profile_memory)
-        self._profile.prepare_trace()
-        self._has_begun = self._is_replaced = self._has_ended = False
-
-    def start(self) -> None:
-        """Starts to record. Raises RuntimeError if there is another session."""
-        if is_profiling():
-            raise RuntimeError("the training function has started torch.profiler itself")
-        self._profile.start_trace()
-        self._has_begun = True
-        listen_to_profilers(self)
-
-    def session_changes(self, *, begins: bool) -> None:
-        self._is_replaced |= begins and not self._has_ended
-
-    def stop(self) -> bool:
-        """Stops recording. Returns False if another session has replaced this one, whose trace is lost."""
-        self._has_ended = True
-        if not self._is_replaced:
-            self._profile.stop_trace()
-        return not self._is_replaced
-
-    def cancel(self) -> None:
-        """Ends the session without a trace, if it has not ended."""
-        if not self._has_begun and not is_profiling():
-            self.start()  # torch cannot end a session that it has only prepared
-        if self._has_begun and not self._has_ended:
-            self.stop()
-
-    def export(self, path: str) -> None:
-        """Writes the trace in Chrome's format; any thread may call it."""
-        self._profile.export_chrome_trace(path)
 
 
 def delay_cuda(wait: Callable[[], None]) -> None:

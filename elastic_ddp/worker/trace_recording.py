@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import resource
 import subprocess
 import sys
@@ -14,8 +15,9 @@ import torch
 
 from elastic_ddp.telemetry import trace as trace_program
 from elastic_ddp.torch_internals import (
-    ProfilerSession,
     dump_memory_snapshot,
+    is_profiling,
+    listen_to_profilers,
     record_memory_history,
     records_memory_history,
 )
@@ -32,6 +34,9 @@ _TRACE, _COMPRESSED, _SNAPSHOT = "trace.json", "trace.json.gz", "memory.pickle"
 class TraceRecording:
     """One recording. Call `start`, and `stop` or `cancel`, in the training thread, and then `export` and `store`.
 
+    Torch has one session of its profiler at a time. To stop a session that another one has replaced stops the other
+    one, and to export it ends the process.
+
     Args:
         device: the worker's device. The trace of a GPU has its kernels.
         memory: whether to record allocations; on a GPU, also the stacks of all allocations, for a memory snapshot.
@@ -46,18 +51,42 @@ class TraceRecording:
         self._records_history = self._makes_snapshot and not records_memory_history()  # the user may record it
         self._folder = tempfile.TemporaryDirectory(prefix="elastic_ddp-profile-")
         self._peak_memory_bytes = 0
-        self._session = ProfilerSession(use_cuda=self._on_gpu, profile_memory=memory)
+        if is_profiling():
+            raise RuntimeError("the training function uses torch.profiler itself at the moment")
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # otherwise torch 2.13 prints each start and stop
+        activities = [torch.profiler.ProfilerActivity.CPU]
+        activities += [torch.profiler.ProfilerActivity.CUDA] if self._on_gpu else []
+        self._profile = torch.profiler.profile(activities=activities, profile_memory=memory)
+        self._profile.prepare_trace()  # so that the first step is not slow
+        self._has_begun = self._is_replaced = self._has_ended = False
 
     def start(self) -> None:
         """Starts to record. Raises RuntimeError if this process uses torch.profiler itself."""
-        self._session.start()
+        self._begin()
         if self._records_history:
             record_memory_history(True)
+
+    def _begin(self) -> None:
+        if is_profiling():
+            raise RuntimeError("the training function has started torch.profiler itself")
+        self._profile.start_trace()
+        self._has_begun = True
+        listen_to_profilers(self)
+
+    def _end(self) -> None:
+        self._has_ended = True
+        if not self._is_replaced:
+            self._profile.stop_trace()
+
+    def session_changes(self, *, begins: bool) -> None:
+        """Notes that another session replaces this one."""
+        self._is_replaced |= begins and not self._has_ended
 
     def stop(self) -> None:
         """Stops recording. Raises RuntimeError if another use of torch.profiler has replaced the recording."""
         try:
-            if not self._session.stop():
+            self._end()
+            if self._is_replaced:
                 raise RuntimeError("the training function has used torch.profiler itself")
             if self._makes_snapshot:
                 dump_memory_snapshot(str(self._path(_SNAPSHOT)))
@@ -71,13 +100,16 @@ class TraceRecording:
 
     def cancel(self) -> None:
         """Ends the recording without a trace, wherever it is."""
-        self._session.cancel()
+        if not self._has_begun and not is_profiling():
+            self._begin()  # torch cannot end a session that it has only prepared
+        if self._has_begun and not self._has_ended:
+            self._end()
         if self._records_history:
             record_memory_history(False)
 
     def export(self) -> None:
         """Writes the trace to a local file. Torch holds Python's lock meanwhile."""
-        self._session.export(str(self._path(_TRACE)))
+        self._profile.export_chrome_trace(str(self._path(_TRACE)))
 
     def store(self, storage: Storage, prefix: str, facts: dict[str, Any]) -> dict[str, Any]:
         """Stores the trace, a memory snapshot, and figures with these `facts`. Returns the figures with the keys.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import shutil
 import subprocess
 import sys
 from itertools import pairwise
@@ -18,7 +19,7 @@ from torch.profiler import ProfilerActivity
 
 from elastic_ddp.telemetry import trace as program
 from elastic_ddp.telemetry.trace import Interval, figures_of, intersection, length, union
-from elastic_ddp.torch_internals import ProfilerSession
+from elastic_ddp.worker.trace_recording import TraceRecording
 
 
 def event(category: str, name: str, start: float, end: float, tid: int = 1, **args: Any) -> dict[str, Any]:
@@ -98,14 +99,15 @@ def test_unions_and_intersections_are_those_of_the_points(left: list[Interval], 
 
 def real_trace(folder: Path, *, memory: bool) -> tuple[Path, dict[str, Any]]:
     """The trace of three steps on a CPU, and torch's own times of operators in it."""
-    session = ProfilerSession(use_cuda=False, profile_memory=memory)
+    recording = TraceRecording(torch.device("cpu"), memory=memory)
     model = torch.nn.Linear(256, 256)
-    session.start()
+    recording.start()
     for _ in range(3):
         model(torch.ones(64, 256)).square().mean().backward()
-    assert session.stop()
-    session.export(str(folder / "trace.json"))
-    return folder / "trace.json", {each.key: each for each in session._profile.key_averages()}
+    recording.stop()
+    recording.export()
+    shutil.copy(recording._path("trace.json"), folder)
+    return folder / "trace.json", {each.key: each for each in recording._profile.key_averages()}
 
 
 def test_the_program_prints_the_figures_of_a_real_trace_and_compresses_it(tmp_path: Path) -> None:
@@ -124,21 +126,22 @@ def test_the_program_prints_the_figures_of_a_real_trace_and_compresses_it(tmp_pa
 
 
 @pytest.mark.parametrize("continues", [False, True])
-def test_a_session_notices_that_another_one_has_replaced_it(continues: bool) -> None:
-    session = ProfilerSession(use_cuda=False, profile_memory=False)
-    session.start()
+def test_a_recording_notices_that_another_session_has_replaced_it(continues: bool) -> None:
+    recording = TraceRecording(torch.device("cpu"), memory=False)
+    recording.start()
     with pytest.raises(RuntimeError, match=r"uses torch\.profiler itself"):
-        ProfilerSession(use_cuda=False, profile_memory=False)
+        TraceRecording(torch.device("cpu"), memory=False)
     own = torch.profiler.profile(activities=[ProfilerActivity.CPU])
     own.start()
     torch.ones(3).add(1)
     if not continues:
         own.stop()
-    assert not session.stop()
+    with pytest.raises(RuntimeError, match=r"has used torch\.profiler itself"):
+        recording.stop()
     if continues:
         torch.ones(3).mul(2)
         own.stop()
     assert "aten::mul" in {each.key for each in own.key_averages()} or not continues
-    again = ProfilerSession(use_cuda=False, profile_memory=False)
+    again = TraceRecording(torch.device("cpu"), memory=False)
     again.start()
-    assert again.stop()
+    again.stop()
