@@ -31,9 +31,15 @@ if TYPE_CHECKING:
 
 EXTRA_STATE = "_extra_state"
 """The last part of the `state_dict` key that holds what `Module.get_extra_state` returns. Torch does not export it."""
-# With few kernel launches, and no wait for the device.
-add_pairwise = torch._foreach_add_
-"""Adds each tensor of the second list to its one of the first, in place."""
+
+
+def add_pairwise(left: list[torch.Tensor], right: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Adds each right tensor to its left one, in place, and returns the left ones: few kernel launches."""
+    torch._foreach_add_(left, right)
+    return left
+
+
+# Also with few kernel launches, and without a wait for the device.
 copy_pairwise = partial(torch._foreach_copy_, non_blocking=True)
 """Copies each tensor of the second list into its one of the first."""
 divide = torch._foreach_div_

@@ -29,9 +29,10 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
+from elastic_ddp import torch_internals
 from elastic_ddp.distributed.process_group import ProcessGroup, all_gather_single
 from elastic_ddp.distributed.reduction_tree import Node, fold_in, fold_to_root, maximal_subtrees, with_rows
-from elastic_ddp.distributed.strategy import add_in_place, gradients_of, ignore, own_backward_error
+from elastic_ddp.distributed.strategy import gradients_of, ignore, own_backward_error
 from elastic_ddp.tensors.digest import digest_tensors
 
 Record = Callable[[int, torch.Tensor], None]
@@ -107,7 +108,7 @@ class CanonicalReduction:
         gradients = self.compute(loss, past_hooks=past_hooks, is_zero=is_zero)
         if micro_batch in self._watched:
             self._record(micro_batch, digest_tensors(gradients))
-        fold_in(self._sums, Node(0, micro_batch), gradients, add_in_place)
+        fold_in(self._sums, Node(0, micro_batch), gradients, torch_internals.add_pairwise)
 
     def compute(self, loss: torch.Tensor, *, past_hooks: bool = False, is_zero: bool = False) -> list[torch.Tensor]:
         """Runs a backward without DDP, and takes the gradients off the parameters.

@@ -70,14 +70,14 @@ class DDPStrategy(Strategy):
         self._reduction: CanonicalReduction | None = None
         if config.reduction == "canonical":
             options: dict[str, Any] = {"may_be_unused": config.ddp.find_unused_parameters, "enter_phase": enter_phase}
-            self._reduction = CanonicalReduction(list(self._trained.values()), self.ranges, group, **options)
+            self._reduction = CanonicalReduction(list(self.trained.values()), self.ranges, group, **options)
 
     def _build_replica(self) -> DistributedDataParallel:
         with warnings.catch_warnings():
             # Torch 2.13 renamed broadcast_buffers; 2.11 has only the old name.
             warnings.filterwarnings("ignore", message=".*broadcast_buffers.*", category=FutureWarning)
             replica = DistributedDataParallel(
-                _DirectCall(self._model) if self._trains is None else _Parameters(self._trained.values()),
+                _DirectCall(self._model) if self._trains is None else _Parameters(self.trained.values()),
                 device_ids=[self._group.device] if self._group.device.type == "cuda" else None,
                 broadcast_buffers=False,
                 init_sync=False,
@@ -137,10 +137,10 @@ class DDPStrategy(Strategy):
             if not factor and not (self._options.find_unused_parameters or self._options.static_graph):
                 # Any graph of all parameters does, so that the loss of a micro-batch that does not count may be a
                 # constant. Otherwise the model's own graph decides in which order buckets are reduced.
-                loss = sum((parameter.reshape(-1)[:1].sum() for parameter in self._trained.values()), loss.detach())
+                loss = sum((parameter.reshape(-1)[:1].sum() for parameter in self.trained.values()), loss.detach())
             # DDP divides by the world size.
             loss = loss * (factor * self._group.world_size / (self.divisor if weight is None else 1.0))
-            self._run_backward(loss, is_last=last, zeroed=() if factor else self._trained.values())
+            self._run_backward(loss, is_last=last, zeroed=() if factor else self.trained.values())
             return
         loss = loss if factor == 1.0 else loss * factor
         if not last:

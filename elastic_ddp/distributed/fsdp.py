@@ -38,7 +38,7 @@ from elastic_ddp.distributed.process_group import ProcessGroup
 from elastic_ddp.distributed.reduction_tree import Node, dealt_micro_batches, fold_in, fold_to_root
 from elastic_ddp.distributed.row_norm import infinite_unless_finite, row_norm
 from elastic_ddp.distributed.state_transfer import transfer_tensors
-from elastic_ddp.distributed.strategy import Strategy, add_in_place, ignore, unused_parameters_error
+from elastic_ddp.distributed.strategy import Strategy, ignore, unused_parameters_error
 from elastic_ddp.errors import ConfigError
 from elastic_ddp.tensors.dtensor import shard_of
 from elastic_ddp.tensors.host_memory import free_bytes
@@ -140,7 +140,7 @@ class FSDPStrategy(Strategy):
             self._hooks.append(unit.register_forward_pre_hook(partial(self._record_gathered, own)))
             torch_internals.wrap_waits(unit, self._as_communication)
         _fill(module, self._group.device, self._shard_device, rows, former)
-        self._trained = self._find_trained()
+        self.trained = self._find_trained()
         # The user created the optimizers with the parameters that the shards replaced.
         sharded = dict(module.named_parameters())
         for optimizer in optimizers:
@@ -194,7 +194,7 @@ class FSDPStrategy(Strategy):
         for location in own:
             parameter = location.parameter
             self._versions[location.name] = parameter, torch_internals.version(parameter)
-            if location.name in self._trained:
+            if location.name in self.trained:
                 self._gathered[location.name] = parameter
 
     def layout(self, optimizers: Sequence[torch.optim.Optimizer]) -> Layout | None:
@@ -235,7 +235,7 @@ class FSDPStrategy(Strategy):
         return max(int(np.count_nonzero(rows[list(owned)])) for owned in self.ranges)
 
     def _accumulators(self) -> list[tuple[str, torch.Tensor]]:
-        return [*self._trained.items(), *self._gathered.items()]
+        return [*self.trained.items(), *self._gathered.items()]
 
     def prepare_forward(self, micro_batch: int | None) -> None:
         self._model.use_replica(None)
@@ -257,7 +257,7 @@ class FSDPStrategy(Strategy):
         with self._accumulating(is_last=self._round.is_last):
             self._run_backward(loss, is_last=self._round.is_last)
             # `_check_used` cannot see into reentrant checkpoints.
-            if unused := [name for name, parameter in self._trained.items() if parameter.grad is None]:
+            if unused := [name for name, parameter in self.trained.items() if parameter.grad is None]:
                 raise unused_parameters_error(unused, _USE_IN_ALL)
             if self._group.world_size == 1:
                 self._fold_alone()
@@ -280,9 +280,11 @@ class FSDPStrategy(Strategy):
         gradients = [local_part(gradient) for _, gradient in self._gradients()]
         for micro_batch in self._round.leaves:
             leaf = [torch.zeros_like(one) for one in gradients] if self._round.is_zero else gradients
-            fold_in(self._alone, Node(0, micro_batch), leaf, add_in_place)
+            fold_in(self._alone, Node(0, micro_batch), leaf, torch_internals.add_pairwise)
         if self._round.is_last:
-            torch_internals.copy_pairwise(gradients, fold_to_root(self._alone, self.num_leaves, add_in_place))
+            torch_internals.copy_pairwise(
+                gradients, fold_to_root(self._alone, self.num_leaves, torch_internals.add_pairwise)
+            )
             self._alone.clear()
 
     def _put_away(self) -> None:
@@ -305,9 +307,7 @@ class FSDPStrategy(Strategy):
         so that the outcome does not depend on the world size.
         """
         leaves = _graph_leaves(loss)
-        if leaves is not None and (
-            unused := [name for name in self._trained if self._gathered.get(name) not in leaves]
-        ):
+        if leaves is not None and (unused := [name for name in self.trained if self._gathered.get(name) not in leaves]):
             raise unused_parameters_error(unused, _USE_IN_ALL)
 
     def gradient_norm(self) -> torch.Tensor:

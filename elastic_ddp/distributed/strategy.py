@@ -42,12 +42,6 @@ def own_backward_error(names: Sequence[str] = ()) -> ConfigError:
     )
 
 
-def add_in_place(left: list[torch.Tensor], right: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Adds the gradients of all parameters to others, for the reduction tree."""
-    torch_internals.add_pairwise(left, right)
-    return left
-
-
 def ignore(phase: str) -> str:
     """What `enter_phase` is if phases are not measured."""
     return phase
@@ -93,6 +87,7 @@ class Strategy(ABC):
 
     Attributes:
         parameters: the model's parameters by name, as the step began.
+        trained: those of them that are trained.
         modules: all modules of the model, as the step began.
     """
 
@@ -118,7 +113,7 @@ class Strategy(ABC):
         self.sends_fp16 = config.ddp.comm_hook == "fp16"
         self._group = group
         self._model = model
-        self._trained = self._find_trained()
+        self.trained = self._find_trained()
         self._kept: list[tuple[torch.Tensor, torch.Tensor]] = []  # between backwards, parameters and their gradients
         self._left: Marks | None = None  # after the last backward
         self._before: Marks | None = None  # before it, if gradients of earlier ones were put back
@@ -180,7 +175,7 @@ class Strategy(ABC):
     def _check_trained(self) -> None:
         trained = self._find_trained()
         if changed := sorted(
-            name for name in trained.keys() | self._trained.keys() if trained.get(name) is not self._trained.get(name)
+            name for name in trained.keys() | self.trained.keys() if trained.get(name) is not self.trained.get(name)
         ):
             raise ConfigError(
                 f"parameters {shorten(changed, 5)} were added, replaced, frozen or unfrozen inside run.steps(). A run "
@@ -189,14 +184,9 @@ class Strategy(ABC):
                 "for it until then."
             )
 
-    @property
-    def trained(self) -> Mapping[str, torch.nn.Parameter]:
-        """The trained parameters by name."""
-        return self._trained
-
     def _accumulators(self) -> list[tuple[str, torch.Tensor]]:
         """Returns the tensors into whose `grad` backwards accumulate, with the names of their parameters."""
-        return list(self._trained.items())
+        return list(self.trained.items())
 
     def _mark_gradients(self) -> Marks:
         tensors = [tensor for _, tensor in self._accumulators()]
