@@ -32,14 +32,11 @@ def _add(left: Changes, right: Changes) -> Changes:
 
 
 def resolve_views(module: torch.nn.Module) -> None:
-    """Copies what cannot be written in place or sent as bytes.
+    """Copies buffers that cannot be written in place or sent as bytes.
 
-    These are buffers whose elements share memory, such as expanded ones, and buffers and parameters that are lazily
-    conjugated or negated, such as `tensor.conj()`.
+    These are buffers whose elements share memory, such as expanded ones, and buffers that are lazily conjugated or
+    negated, such as `tensor.conj()`.
     """
-    for parameter in module.parameters():  # complex ones are refused
-        if parameter.is_neg():
-            parameter.data = parameter.data.resolve_neg()
     copies: dict[int, torch.Tensor] = {}
     for submodule in module.modules():
         buffers = buffers_of(submodule)
