@@ -41,9 +41,6 @@ _MOVED = torch.empty(0)
 """Stands in a subtree's sum for a gradient that was moved into its bucket."""
 
 
-def _ignore(micro_batch: int, digests: torch.Tensor) -> None: ...
-
-
 class CanonicalReduction:
     """Holds a rank's subtree sums during a step and reduces DDP's buckets along the tree.
 
@@ -68,33 +65,22 @@ class CanonicalReduction:
         # With NCCL, a stream of its own waits for the exchanges and adds the chunks, so that the backward continues.
         has_stream = group.device.type == "cuda" and not group.shares_device and group.world_size > 1
         self._stream = torch.cuda.Stream(group.device) if has_stream else None
-        self._sums: dict[Node, list[torch.Tensor]] = {}  # of each subtree, a tensor or `_MOVED` for each parameter
-        self._pending_gathers: list[Callable[[], None]] = []
-        self._gathers: list[dist.Work] = []  # that run on gloo
-        self._last_micro_batch: int | None = None
-        self._is_expected = False  # whether the last backward of the step runs
-        self._is_zero = False
-        self._used: set[int] = set()  # positions of the parameters that a folded micro-batch used
         self._may_be_unused = may_be_unused
         # On a stream of its own, waiting does not hold up the backward.
         self._enter_phase = enter_phase if self._stream is None else ignore
-        self._watched: Collection[int] = ()
-        self._record: Record = _ignore
-        self._last_digests: dict[int, torch.Tensor] = {}  # of the last micro-batch, by the parameter's position
-        self._means: list[tuple[list[torch.Tensor], torch.Tensor]] = []  # of each bucket, if parameters may be unused
 
     def begin(self, *, num_leaves: int, divisor: float) -> None:
         """Begins a step, in which micro-batches 0 to L-1 have rows and the sum is divided by d."""
         self._num_leaves, self._divisor = num_leaves, divisor
         self._subtrees = [maximal_subtrees(with_rows(owned, num_leaves)) for owned in self._ranges]
-        self._is_expected = False
-        self._sums.clear()
-        self._pending_gathers.clear()
-        self._gathers.clear()
-        self._used.clear()
-        self._means.clear()
-        self._last_digests.clear()
-        self._watched, self._record = (), _ignore
+        self._is_expected = False  # whether the last backward of the step runs
+        self._sums: dict[Node, list[torch.Tensor]] = {}  # of each subtree, a tensor or `_MOVED` for each parameter
+        self._pending_gathers: list[Callable[[], None]] = []
+        self._gathers: list[dist.Work] = []  # that run on gloo
+        self._used: set[int] = set()  # positions of the parameters that a folded micro-batch used
+        self._means: list[tuple[list[torch.Tensor], torch.Tensor]] = []  # of each bucket, if parameters may be unused
+        self._watched: Collection[int] = ()
+        self._last_digests: dict[int, torch.Tensor] = {}  # of the last micro-batch, by the parameter's position
 
     def watch(self, micro_batches: Collection[int], record: Record) -> None:
         """Makes the step call `record` with each of these micro-batches of this rank, and the digests of its gradients.

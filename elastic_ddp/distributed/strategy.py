@@ -114,10 +114,6 @@ class Strategy(ABC):
         self._group = group
         self._model = model
         self.trained = self._find_trained()
-        self._kept: list[tuple[torch.Tensor, torch.Tensor]] = []  # between backwards, parameters and their gradients
-        self._left: Marks | None = None  # after the last backward
-        self._before: Marks | None = None  # before it, if gradients of earlier ones were put back
-        self._digests: dict[str, int] = {}
         self._num_steps = 0
 
     def shard(  # noqa: B027
@@ -163,9 +159,10 @@ class Strategy(ABC):
             self._check_trained()
         self._rows = rows
         self._num_steps += 1
-        self._kept.clear()
-        self._digests.clear()
-        self._left = self._before = None
+        self._kept: list[tuple[torch.Tensor, torch.Tensor]] = []  # between backwards, parameters and their gradients
+        self._left: Marks | None = None  # after the last backward
+        self._before: Marks | None = None  # before it, if gradients of earlier ones were put back
+        self._digests: dict[str, int] = {}
         self.num_leaves = int(np.count_nonzero(rows))
         self.divisor = int(rows.sum()) / self.micro_batch_size  # M except in the short last step of an epoch
         with_rows = [m for m in self.micro_batches if rows[m]]
