@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from elastic_ddp.distributed.buffer_rules import FIRST, MEAN, SUM, changed_error, evaluated_error, find_rules
-from elastic_ddp.distributed.process_group import ProcessGroup, all_gather_single
+from elastic_ddp.distributed.process_group import ProcessGroup
 from elastic_ddp.distributed.reduction_tree import Node, fold_in, fold_to_root, maximal_subtrees, with_rows
 from elastic_ddp.errors import ConfigError, shorten
 from elastic_ddp.tensors.state_tree import ravel
@@ -234,11 +234,7 @@ class StepBuffers:
                 change = self._sums[node][position]
                 if change is not None:
                     own[row] = change.reshape(-1)
-            gathered = buffer.new_empty(group.world_size, most, buffer.numel())
-            # As bytes, because gloo does not support every dtype.
-            group.wait(
-                all_gather_single(ravel(gathered).view(torch.uint8), ravel(own).view(torch.uint8), async_op=True)
-            )
+            gathered = group.all_gather(own)
             for rank, nodes in enumerate(subtrees):
                 for row, node in enumerate(nodes):
                     sums[node].append(gathered[rank, row].view_as(buffer))

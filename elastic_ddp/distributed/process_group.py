@@ -25,6 +25,7 @@ from elastic_ddp.distributed.host_number import read
 from elastic_ddp.distributed.sockets import Socket, shut_down, tcp_sockets
 from elastic_ddp.distributed.store import StoreConnection
 from elastic_ddp.errors import PeerFailedError, text_of
+from elastic_ddp.tensors.state_tree import ravel
 
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 """Torch 2.13 renamed `all_gather_into_tensor`; 2.11 has only the old name."""
@@ -314,12 +315,23 @@ class ProcessGroup:
         """Returns the bytes of every rank, in rank order. Collective; lengths may differ."""
         if self.world_size == 1:
             return [data]
-        sizes = torch.empty(self.world_size, dtype=torch.int64, device="cpu")
-        self._finish(all_gather_single(sizes, torch.tensor([len(data)], device="cpu"), async_op=True))
-        content = _padded(data, int(sizes.max()))
-        gathered = content.new_empty(self.world_size, len(content))
-        self._finish(all_gather_single(gathered.view(-1), content, async_op=True))
+        sizes = self.all_gather(torch.tensor(len(data), device="cpu"))
+        gathered = self.all_gather(_padded(data, int(sizes.max())))
         return [row[:size].numpy().tobytes() for row, size in zip(gathered, sizes.tolist(), strict=True)]
+
+    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Returns the tensors of all ranks, shape (ranks, …), on their device. Collective; they are of one shape."""
+        if self.world_size == 1:
+            return tensor.unsqueeze(0)
+        # As bytes, because gloo does not support every dtype.
+        sent = ravel(tensor.cpu() if self.shares_device else tensor).view(torch.uint8)
+        gathered = sent.new_empty(self.world_size, len(sent))
+        work = all_gather_single(gathered.view(-1), sent, async_op=True)
+        if sent.is_cuda:
+            self.wait(work)
+        else:
+            self._finish(work)
+        return gathered.to(tensor.device).view(tensor.dtype).view(self.world_size, *tensor.shape)
 
     def _finish(self, work: dist.Work) -> None:
         wait_for_collective(work, lambda: self.aborted)

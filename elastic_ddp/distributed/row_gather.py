@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import torch
 
-from elastic_ddp.distributed.process_group import ProcessGroup, all_gather_single
+from elastic_ddp.distributed.process_group import ProcessGroup
 from elastic_ddp.errors import ConfigError
 from elastic_ddp.tensors.state_tree import ravel
 
@@ -81,10 +81,9 @@ class RowGather:
             for value in values.values()
         ]
         own_rows = torch.cat(parts, 1)
-        sent = torch.zeros(max(counts), own_rows.shape[1], dtype=torch.uint8, device=group.transfer_device)
+        sent = own_rows.new_zeros(max(counts), own_rows.shape[1])
         sent[: len(own_rows)] = own_rows
-        received = sent.new_empty(group.world_size, *sent.shape)
-        group.wait(all_gather_single(received.view(-1), sent.view(-1), async_op=True))
+        received = group.all_gather(sent)
         parts_of = {
             m: part
             for rank, owned in enumerate(ranges)

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from elastic_ddp import torch_internals
-from elastic_ddp.distributed.process_group import ProcessGroup, all_gather_single
+from elastic_ddp.distributed.process_group import ProcessGroup
 from elastic_ddp.tensors.state_tree import local_part
 
 
@@ -25,18 +25,13 @@ def row_norm(gradients: Sequence[torch.Tensor], group: ProcessGroup) -> torch.Te
 
     The gradients are DTensors that are sharded along dimension 0, with at least one dimension.
     """
-    device, world_size, num_shards = local_part(gradients[0]).device, group.world_size, group.assignment.num_shards
+    num_shards = group.assignment.num_shards
     chunks = [-(-len(gradient) // num_shards) for gradient in gradients]  # rows of each that a rank holds at most
-    own = torch.zeros(sum(chunks), dtype=torch.float64, device=device)
+    own = torch.zeros(sum(chunks), dtype=torch.float64, device=local_part(gradients[0]).device)
     targets = own.split(chunks)
     for target, total in zip(targets, _row_sums([local_part(gradient) for gradient in gradients]), strict=True):
         target[: len(total)] = total
-    gathered = own.new_empty(world_size, len(own), device=group.transfer_device)
-    if world_size == 1:
-        gathered[0] = own
-    else:
-        group.wait(all_gather_single(gathered.view(-1), own.to(group.transfer_device), async_op=True))
-    by_gradient = gathered[:num_shards].to(device).split(chunks, dim=1)
+    by_gradient = group.all_gather(own)[:num_shards].split(chunks, dim=1)
     rows = torch.cat([sums.flatten()[: len(gradient)] for sums, gradient in zip(by_gradient, gradients, strict=True)])
     return _add_halves([rows.unsqueeze(0)])[0].sqrt().float().reshape(())
 
