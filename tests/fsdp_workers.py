@@ -231,7 +231,7 @@ def _evaluate(generation: Any, plan: Plan) -> float:
 def _strike_inside() -> None:
     """Makes places in the package strike."""
     from elastic_ddp.distributed import shard_moves
-    from elastic_ddp.distributed.fsdp_rounds import CanonicalSum
+    from elastic_ddp.distributed.fsdp_rounds import Reduction
     from elastic_ddp.distributed.process_group import ProcessGroup
     from elastic_ddp.worker import state_sharing
     from elastic_ddp.worker.membership import WorkerMembership
@@ -246,7 +246,7 @@ def _strike_inside() -> None:
 
         setattr(owner, name, call)
 
-    before(CanonicalSum, "_exchange", "exchange")
+    before(Reduction, "_exchange", "exchange")
     before(Mirror, "receive_gradients", "mirror")
     before(ProcessGroup, "vote", "vote")
     before(shard_moves, "_move", MOVE)

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from elastic_ddp import torch_internals
 from elastic_ddp.config.run_config import RunConfig
-from elastic_ddp.distributed.fsdp_rounds import CanonicalSum, Gather, NativeSum, Reduction, Round
+from elastic_ddp.distributed.fsdp_rounds import Gather, Reduction, Round
 from elastic_ddp.distributed.fsdp_units import (
     ParameterLocation,
     check_room,
@@ -77,7 +77,7 @@ class FSDPStrategy(Strategy):
         self._shard_device = device_of_shards(config, group.device)
         self._offload = CPUOffloadPolicy(group.device.type == "cuda") if config.fsdp.cpu_offload else OffloadPolicy()
         self._round = Round(group)
-        self._kind: type[Reduction] = CanonicalSum if config.reduction == "canonical" else NativeSum
+        self._is_canonical = config.reduction == "canonical"
         self._is_weighted = False
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self._reductions: dict[str, Reduction] = {}  # of the units with trained parameters, by name
@@ -128,7 +128,7 @@ class FSDPStrategy(Strategy):
                 unit, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy, offload_policy=self._offload
             )
             own = [location for location in locations if location.unit is unit]
-            reduction = self._kind(self._round)
+            reduction = Reduction(self._round, is_canonical=self._is_canonical)
             if own:
                 # Of their classes, which are private, torch uses two methods.
                 sharded_unit.set_custom_all_gather(Gather(self._group))  # type: ignore[arg-type]

@@ -15,7 +15,6 @@ each wait ends if this rank aborts the process group.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -89,13 +88,22 @@ class Gather(_Collective):
         return None
 
 
-class Reduction(_Collective, ABC):
-    """Adds up the gradients of a unit over the rounds of a step, for the rows that this rank holds."""
+class Reduction(_Collective):
+    """Adds up the gradients of a unit over the rounds of a step, for the rows that this rank holds.
 
-    def __init__(self, current: Round) -> None:
-        self._round = current
+    It adds along the reduction tree. Unless `is_canonical`, torch's own reduce-scatter adds up each round, and the
+    rounds are added in order.
+    """
+
+    def __init__(self, current: Round, *, is_canonical: bool) -> None:
+        self._round, self._is_canonical = current, is_canonical
         self.num_exchanges = 0
         """Number of exchanges in this round."""
+        self._sums: dict[Node, torch.Tensor] = {}  # of subtrees, or one of all rounds so far
+
+    def clear(self) -> None:
+        """Forgets the sums of an earlier step, which was interrupted."""
+        self._sums.clear()
 
     def __call__(
         self,
@@ -111,9 +119,14 @@ class Reduction(_Collective, ABC):
             return
         if self._round.is_zero:
             input_tensor.zero_()
-        self._exchange(self._by_rank(input_tensor))
+        if self._is_canonical:
+            self._exchange(self._by_rank(input_tensor))
+        else:
+            self._reduce_scatter(self._by_rank(input_tensor))
         if self._round.is_last:
-            output_tensor.copy_(self._joined(self._take_sum(), len(output_tensor)))
+            total = fold_to_root(self._sums, self._round.num_leaves if self._is_canonical else 1, torch.Tensor.add_)
+            self._sums.clear()
+            output_tensor.copy_(self._joined(total, len(output_tensor)))
 
     def _by_rank(self, gradient: torch.Tensor) -> torch.Tensor:
         """Returns a gradient, the shards in order, as parts of equal size in the order of the ranks that add them."""
@@ -138,30 +151,8 @@ class Reduction(_Collective, ABC):
         group.wait(dist.all_to_all_single(received, sent, sizes, sizes, async_op=True))
         return received[:length].to(part.device)
 
-    @abstractmethod
-    def clear(self) -> None:
-        """Forgets the sums of an earlier step, which was interrupted."""
-
-    @abstractmethod
     def _exchange(self, gradient: torch.Tensor) -> None:
-        """Exchanges the gradients of a round, and adds those of this rank's rows to the sum."""
-
-    @abstractmethod
-    def _take_sum(self) -> torch.Tensor:
-        """Returns the sum over all rounds, and forgets it."""
-
-
-class CanonicalSum(Reduction):
-    """Adds along the reduction tree."""
-
-    def __init__(self, current: Round) -> None:
-        super().__init__(current)
-        self._sums: dict[Node, torch.Tensor] = {}
-
-    def clear(self) -> None:
-        self._sums.clear()
-
-    def _exchange(self, gradient: torch.Tensor) -> None:
+        """Exchanges the gradients of a round, and adds those of this rank's rows to the sums."""
         group = self._round.group
         sent = gradient.to(group.transfer_device)
         received = torch.empty_like(sent)
@@ -175,31 +166,10 @@ class CanonicalSum(Reduction):
                 if value.untyped_storage().data_ptr() == storage:
                     self._sums[node] = value.clone()
 
-    def _take_sum(self) -> torch.Tensor:
-        total = fold_to_root(self._sums, self._round.num_leaves, torch.Tensor.add_)
-        self._sums.clear()
-        return total
-
-
-class NativeSum(Reduction):
-    """Reduces each round by torch's own reduce-scatter, and adds the rounds in order."""
-
-    def __init__(self, current: Round) -> None:
-        super().__init__(current)
-        self._sum: torch.Tensor | None = None
-
-    def clear(self) -> None:
-        self._sum = None
-
-    def _exchange(self, gradient: torch.Tensor) -> None:
-        group = self._round.group
+    def _reduce_scatter(self, gradient: torch.Tensor) -> None:
+        group, all_rounds = self._round.group, Node(0, 0)
         sent = gradient.to(group.transfer_device)
         received = sent.new_empty(sent.numel() // group.world_size)
         group.wait(dist.reduce_scatter_tensor(received, sent, async_op=True))
         received = received.to(gradient.device)
-        self._sum = received if self._sum is None else self._sum.add_(received)
-
-    def _take_sum(self) -> torch.Tensor:
-        assert self._sum is not None, "the step has at least one round"
-        total, self._sum = self._sum, None
-        return total
+        self._sums[all_rounds] = self._sums[all_rounds].add_(received) if self._sums else received

@@ -1,4 +1,4 @@
-"""Sends bytes between ranks over the process group, and a state from one rank to others whose model is the same.
+"""Sends pieces of bytes between ranks, and a state from one rank to others, after a check that models are equal.
 
 For a state, the ranks form a chain: each forwards a piece to the next rank while it receives the piece after it. So
 many receivers take hardly longer than one, without a process group of their own.
