@@ -8,23 +8,96 @@ rather than values: a buffer that no micro-batch changes keeps its bits, even if
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from fnmatch import fnmatchcase
 
 import torch
 import torch.distributed as dist
 
-from elastic_ddp.distributed.buffer_rules import FIRST, MEAN, SUM, changed_error, evaluated_error, find_rules
 from elastic_ddp.distributed.process_group import ProcessGroup
 from elastic_ddp.distributed.reduction_tree import Node, fold_in, fold_to_root, maximal_subtrees, with_rows
 from elastic_ddp.errors import ConfigError, shorten
 from elastic_ddp.tensors.state_tree import ravel
-from elastic_ddp.torch_internals import buffers_of, modules_of, version
+from elastic_ddp.torch_internals import buffers_of, is_normalization, modules_of, version
 
+MEAN = "mean"
+SUM = "sum"
+FIRST = "first"
+RULES = {
+    MEAN: "averages the changes over the rows of the global batch",
+    SUM: "adds the changes of all micro-batches",
+    FIRST: "keeps what micro-batch 0 leaves",
+}
+"""What `run.prepare(model, buffers=...)` takes, and what each rule does."""
+Rules = dict[tuple[int, str], tuple[str, str | None]]
+"""The full name of each buffer and its rule, by the `id` of its owner and its name there."""
 Changes = list[torch.Tensor | None]
 """The change that a subtree of micro-batches makes to each combined buffer; None where it makes none."""
 
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """The dtype in which bits are compared, by the size of an element."""
+
+
+def check_rules(module: torch.nn.Module, rules: Mapping[str, str]) -> None:
+    """Raises a ConfigError for rules of buffers, by name or glob pattern, that a model cannot follow."""
+    if not isinstance(rules, Mapping):
+        raise ConfigError(
+            f'run.prepare got buffers={rules!r}. Give a dict of names and rules, such as {{"usage": "sum"}}.'
+        )
+    buffers = dict(module.named_buffers())
+    for pattern, rule in rules.items():
+        given = f"run.prepare got buffers={{{pattern!r}: {rule!r}}}"
+        if rule not in RULES:
+            raise ConfigError(
+                f"{given}. Use one of {', '.join(f'{name!r}, which {does}' for name, does in RULES.items())}."
+            )
+        named = [name for name in buffers if fnmatchcase(name, pattern)]
+        if not named:
+            raise ConfigError(f"{given}, but the model has no such buffer. It has {shorten(sorted(buffers))}.")
+        for name in named:
+            dtype = buffers[name].dtype
+            if rule == MEAN and not dtype.is_floating_point:
+                raise ConfigError(f"{given}, but {name} has {dtype}, which has no mean. Use 'sum' or 'first'.")
+            if rule == SUM and (dtype == torch.bool or dtype.is_complex):
+                raise ConfigError(f"{given}, but {name} has {dtype}, which is not summed. Use 'first'.")
+
+
+def find_rules(module: torch.nn.Module, rules: Mapping[str, str]) -> Rules:
+    """Returns the full name of each buffer and its rule: the first in `rules` that matches, or torch's layers' own.
+
+    The statistics of torch's normalization layers are averaged, and their counters are those of micro-batch 0. A buffer
+    without a rule is None: no micro-batch may change it.
+    """
+    found = {}
+    for path, owner in module.named_modules():
+        for name, buffer in buffers_of(owner).items():
+            full_name = f"{path}.{name}" if path else name
+            rule = next((rule for pattern, rule in rules.items() if fnmatchcase(full_name, pattern)), None)
+            if rule is None and is_normalization(owner, name):
+                rule = MEAN if buffer is None or buffer.is_floating_point() else FIRST
+            found[id(owner), name] = full_name, rule
+    return found
+
+
+def evaluated_error(names: list[str]) -> ConfigError:
+    """Returns the error for buffers without a rule that a forward of an evaluation changed."""
+    return ConfigError(
+        f"a forward in run.evaluate changed buffers: {shorten(names, 5)}. An evaluation restores buffers after each "
+        "batch. If the model does not need the changes, as those of a cache, keep them in an attribute that is no "
+        f"buffer, or choose a rule: run.prepare(model, buffers={{{names[0]!r}: {FIRST!r}}}). Return what should be "
+        "counted or averaged from loss_fn."
+    )
+
+
+def changed_error(names: list[str]) -> ConfigError:
+    """Returns the error for buffers without a rule that a forward changed."""
+    return ConfigError(
+        f"a forward changed buffers: {shorten(names, 5)}. The micro-batches of a step all start from the same "
+        "buffers, so it is not known what the step should leave there. Change it once per step, after step.optimize() "
+        "in the block, with what step.gather() collects from all micro-batches. Or choose how the changes combine: "
+        f"run.prepare(model, buffers={{{names[0]!r}: {SUM!r}}}) {RULES[SUM]}, {MEAN!r} {RULES[MEAN]}, and {FIRST!r} "
+        f"{RULES[FIRST]}."
+    )
 
 
 def _add(left: Changes, right: Changes) -> Changes:
@@ -62,7 +135,7 @@ class StepBuffers:
     def __init__(self, module: torch.nn.Module, rules: Mapping[str, str] | None = None) -> None:
         self._module = module
         self._given_rules = rules or {}
-        self._rules: dict[tuple[int, str], tuple[str, str | None]] | None = None  # of the buffers that it had so far
+        self._rules: Rules | None = None  # of the buffers that it had so far
 
     def begin(self, modules: Sequence[torch.nn.Module] | None = None) -> None:
         """Begins a step: saves the values that every micro-batch starts from. `modules` are all of the model's."""
@@ -176,9 +249,7 @@ class StepBuffers:
             for name, buffer in buffers.items()
         ]
 
-    def _check_known(
-        self, buffers: Sequence[tuple[torch.nn.Module, str, torch.Tensor | None]]
-    ) -> dict[tuple[int, str], tuple[str, str | None]]:
+    def _check_known(self, buffers: Sequence[tuple[torch.nn.Module, str, torch.Tensor | None]]) -> Rules:
         """Returns the names and rules of all buffers. Raises a ConfigError for a buffer that a forward created.
 
         A worker that resumes or joins does not have it.

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from elastic_ddp.data.user_code import environment
-from elastic_ddp.distributed.buffer_rules import check_rules
-from elastic_ddp.distributed.buffer_sync import resolve_views
+from elastic_ddp.distributed.buffer_sync import check_rules, resolve_views
 from elastic_ddp.distributed.first_weights import FirstWeights
 from elastic_ddp.distributed.prepared_model import PreparedModel, ShardBy, unit_predicate
 from elastic_ddp.errors import ConfigError
