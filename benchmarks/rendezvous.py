@@ -22,9 +22,9 @@ from rich.console import Console
 from rich.table import Table
 
 from elastic_ddp.distributed.assignment import Assignment
+from elastic_ddp.rendezvous.actor import start_rendezvous
 from elastic_ddp.rendezvous.members import JoinRequest, Member
 from elastic_ddp.rendezvous.messages import RendezvousOptions
-from elastic_ddp.rendezvous.start import start_rendezvous
 
 TARGET_S = 1.0
 

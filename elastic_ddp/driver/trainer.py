@@ -47,9 +47,8 @@ from elastic_ddp.loggers.run_loggers import RunLoggers, open_loggers
 from elastic_ddp.ray_internals import check_home_folder, check_ray_version
 from elastic_ddp.ray_internals.nodes import draining_nodes
 from elastic_ddp.ray_internals.this_job import record_run, this_job
-from elastic_ddp.rendezvous.actor import RendezvousHandle
+from elastic_ddp.rendezvous.actor import RendezvousHandle, start_rendezvous
 from elastic_ddp.rendezvous.messages import RendezvousOptions
-from elastic_ddp.rendezvous.start import start_rendezvous
 from elastic_ddp.storage.lease import DriverLease
 from elastic_ddp.storage.storage import Storage
 from elastic_ddp.storage.temporary_folder import TemporaryFolder

@@ -19,9 +19,8 @@ from elastic_ddp.distributed.assignment import Assignment, Shards
 from elastic_ddp.rendezvous.actor import RendezvousHandle
 from elastic_ddp.rendezvous.hang import Activity, stacks
 from elastic_ddp.rendezvous.heartbeat import Heartbeat
-from elastic_ddp.rendezvous.member_requests import MemberRequest
 from elastic_ddp.rendezvous.members import JoinRequest, Member
-from elastic_ddp.rendezvous.messages import NO_SIGNALS, Ended, PlannedAssignment, Signals
+from elastic_ddp.rendezvous.messages import NO_SIGNALS, Ended, MemberRequest, PlannedAssignment, Signals
 from elastic_ddp.telemetry.event import Event
 from elastic_ddp.telemetry.events import StacksRecorded
 

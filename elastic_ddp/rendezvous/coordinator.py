@@ -4,19 +4,27 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 from elastic_ddp.distributed.assignment import Assignment
 from elastic_ddp.errors import ElasticDDPError, StorageError
-from elastic_ddp.rendezvous.event_log import EventLog
-from elastic_ddp.rendezvous.hang import HangDetector
+from elastic_ddp.rendezvous.event_log import EventLog, SenderClocks
+from elastic_ddp.rendezvous.hang import STANDBY, ActivityReport, HangDetector
+from elastic_ddp.rendezvous.member_requests import MemberRequests
 from elastic_ddp.rendezvous.members import DrainNotice, JoinRequest, Member
 from elastic_ddp.rendezvous.membership import LEFT, Membership
-from elastic_ddp.rendezvous.messages import Ended, PlannedAssignment, RendezvousOptions, Signals, WorkerDirectives
+from elastic_ddp.rendezvous.messages import (
+    DriverUpdate,
+    Ended,
+    PlannedAssignment,
+    RendezvousOptions,
+    Signals,
+    WorkerDirectives,
+)
 from elastic_ddp.rendezvous.sections import find_mismatch
 from elastic_ddp.rendezvous.snapshot import Snapshot, State
-from elastic_ddp.rendezvous.status import is_steady, status_of
 from elastic_ddp.telemetry import events
 from elastic_ddp.telemetry.event import Event, TrainingEvent
 
@@ -29,10 +37,26 @@ STACKS_WITHIN_S = 2.0
 
 
 class Coordinator:
-    """Holds the state of a rendezvous, and the address of the generations' store. Calls are made under one lock."""
+    """The state machine of a rendezvous, for one thread.
 
-    def __init__(self, options: RendezvousOptions, store: tuple[str, int]) -> None:
-        self._options, self._store = options, store
+    Args:
+        options: of the run.
+        store: the address of the generations' store.
+        notify_members, notify_driver: called when calls that wait for a change have something new to return.
+        about: further facts about the run, for `status`.
+    """
+
+    def __init__(
+        self,
+        options: RendezvousOptions,
+        *,
+        store: tuple[str, int],
+        notify_members: Callable[[], None],
+        notify_driver: Callable[[], None],
+        about: dict[str, Any],
+    ) -> None:
+        self._options, self._store, self._about = options, store, about
+        self._notify_members, self._notify_driver = notify_members, notify_driver
         self._snapshot = Snapshot(options.snapshot_folder)
         state = self._snapshot.load()
         self.is_restarted = state is not None
@@ -46,9 +70,12 @@ class Coordinator:
         )
         self.membership = self.state.membership
         self.event_log = EventLog(self._snapshot)
-        self.hangs = HangDetector(options.hang_timeout_s)
-        self.notify_members = self.notify_driver = False
-        """Whether calls that wait for a change have something new to return."""
+        self._clocks = SenderClocks()
+        self._hangs = HangDetector(options.hang_timeout_s)
+        self.member_requests = MemberRequests(self.state, self._apply_request)
+        self._standbys: set[str] = set()
+        """Ids of workers that wait to replace another one."""
+        self._waiting_for: str | None = None
         self._formed: dict[str, Assignment] = {}
         self._planned: dict[str, tuple[int, int]] = {}
         self._change_wanted = False
@@ -64,7 +91,7 @@ class Coordinator:
         """Resumes from the state of the previous process. Returns the ids of the members."""
         members = [member.id for member in self.membership.known()]
         self.record(events.RendezvousRestarted(generation=self.membership.generation, pid=os.getpid()))
-        self.hangs.begin(members, time.monotonic())
+        self._hangs.begin(members, time.monotonic())
         return members
 
     @property
@@ -74,19 +101,45 @@ class Coordinator:
 
     # Members.
 
-    def join(self, request: JoinRequest, *, after: int, failure: str | None, account: dict[str, float] | None) -> None:
-        """Takes the join request of a member that comes from generation `after`, 0 for none."""
+    def worker_starts(self, member: Member) -> None:
+        """Takes note of a worker that connects."""
+        if not self.membership.has_joined(member.id):
+            self.state.attempts.starting[member.id] = member
+
+    def join(
+        self,
+        request: JoinRequest,
+        *,
+        after: int,
+        failure: str | None,
+        account: dict[str, float] | None,
+        activity: ActivityReport | None,
+    ) -> Assignment | Ended | None:
+        """Takes a join request, and returns what `place_of` does.
+
+        `after` is the member's last generation, 0 for none; `failure`, `account` and `activity` are of that generation.
+        """
+        member = request.member.id
+        if isinstance(place := self.place_of(member, after), Assignment) or self.event_log.ended is not None:
+            return place  # also while the run stops: the other members wait for it
+        if self.state.stop and after == 0:
+            self.retire(request.member)
+            return Ended("stopped")
+        request = replace(request, at_s=time.monotonic())
+        if activity is not None:
+            self._hangs.update(member, activity, request.at_s)
         was_healthy = self.membership.failure is None
-        self.state.attempts.starting.pop(request.member.id, None)
-        if account and after == self.membership.generation and self._is_in_good_standing(request.member.id):
+        self.state.attempts.starting.pop(member, None)
+        if account and after == self.membership.generation and self._is_in_good_standing(member):
             self._account = max(self._account, account, key=lambda phases: sum(phases.values()))
         if self.membership.join(request, failure=failure) is not None:
             self._record_dismissals()
-            return
-        if was_healthy and self.membership.failure is not None:
-            self._record_failure(self.membership.failure, reported_by=request.member.id)
-        self._check_sections()
-        self.form()
+        else:
+            if was_healthy and self.membership.failure is not None:
+                self._record_failure(self.membership.failure, reported_by=member)
+            self._check_sections()
+            self.form()
+        return self.place_of(member, after)
 
     def _is_in_good_standing(self, member: str) -> bool:
         """Whether a member has not failed; it may have left."""
@@ -94,6 +147,8 @@ class Coordinator:
 
     def place_of(self, member: str, after: int) -> Assignment | Ended | None:
         """Returns a member's place in a generation later than `after`, or why it gets none; None if that is open."""
+        if self.event_log.ended is not None:
+            return Ended(self.event_log.ended)
         if (assignment := self._formed.get(member)) is not None and assignment.generation > after:
             return assignment
         return None if (gone := self.membership.why_gone(member)) is None else Ended(gone)
@@ -122,26 +177,37 @@ class Coordinator:
                 failed = events.NewcomerFailed(generation=membership.generation, member=member, error=how)
                 standby = starting.process if starting is not None and starting.is_standby else None
                 self.record(replace(failed, standby=standby))
+        self._standbys.discard(member)
         self._planned = {}
         self.form()
-        self.notify_members = True
+        self._notify_members()
 
     def _record_failure(self, error: str, *, member: str | None = None, reported_by: str | None = None) -> None:
         generation = self.membership.generation
         self.state.shortfall.failed(len(self._formed), time.monotonic())
         self.record(events.WorkerFailed(generation=generation, member=member, reported_by=reported_by, error=error))
-        self.notify_members = True
+        self._notify_members()
 
-    def retire(self, member: str) -> None:
+    def retire(self, member: Member) -> None:
         """Removes a member that is done. It has failed if its generation continues."""
-        is_alive = self.membership.is_current(member) and self.membership.why_gone(member) is None
+        is_alive = self.membership.is_current(member.id) and self.membership.why_gone(member.id) is None
         if is_alive and self.event_log.ended is None:
-            self.mark_failed(member, "it left its generation without being asked to")
-        self.membership.retire(member)
+            self.mark_failed(member.id, "it left its generation without being asked to")
+        self.membership.retire(member.id)
         self.form()
 
-    def signals(self, member: Member, generation: int) -> Signals:
-        """Returns the signals for a member of a generation."""
+    def update(self, member: Member, progress: dict[str, Any] | None, activity: ActivityReport) -> None:
+        """Takes the regular reports of a member."""
+        if self.membership.why_gone(member.id) is None:
+            self.event_log.update_progress(progress)
+        self._hangs.update(member.id, activity, time.monotonic())
+        (self._standbys.add if activity.place == STANDBY else self._standbys.discard)(member.id)
+
+    def signals(self, member: Member, generation: int, received: int) -> Signals:
+        """Returns the signals for a member of a generation.
+
+        `received` is the number of the newest `MemberRequest` that the member has received.
+        """
         membership, now_s = self.membership, time.monotonic()
         is_current = generation == membership.generation
         reconfigure = is_current and self._change_wanted and membership.wants_change(now_s)
@@ -154,6 +220,7 @@ class Coordinator:
             commit=self.state.open_request,
             verify=self.state.open_verify_request if is_current else 0,
             show_stacks=self.state.stacks_requests if is_current and self._stacks_requested_at is not None else 0,
+            requests=self.member_requests.of(member.id, received),
         )
 
     def why_not_commit(self, member: Member, generation: int) -> str | None:
@@ -165,7 +232,7 @@ class Coordinator:
             return f"generation {self.state.restored} has started from a commit since generation {generation}"
         return None
 
-    def check_started(self, started: list[str]) -> None:
+    def _check_started(self, started: list[str]) -> None:
         """Marks running workers as failed that have not joined within the start timeout."""
         now_s, timeout_s = time.monotonic(), max(self._options.hang_timeout_s, START_TIMEOUT_S)
         not_joined = [worker for worker in started if not self.membership.has_joined(worker)]
@@ -181,7 +248,7 @@ class Coordinator:
     def form(self) -> None:
         """Forms the next generation if possible."""
         if self.state.open_request and self.membership.all_wait() and self.membership.has_committed():
-            self.fulfill_requests(self.state.requests)  # too few workers train, and their state is committed
+            self._fulfill_requests(self.state.requests)  # too few workers train, and their state is committed
         self.membership.commit_wanted = bool(self.state.open_request)
         formed = self.membership.form(time.monotonic())
         self._record_dismissals()
@@ -193,21 +260,21 @@ class Coordinator:
         self.state.attempts.generation_formed(formed, reported, speed)
         recovered_s = self.state.shortfall.formed(formed, self.membership.limit, time.monotonic())
         self._snapshot.save(self.state)
-        self.hangs.begin([member.id for member in formed.members], time.monotonic())
+        self._hangs.begin([member.id for member in formed.members], time.monotonic())
         self._stacks_requested_at, self._planned, self._formed = None, {}, formed.assignments(*self._store)
         if self._account:
             self.record(events.GenerationAccount(generation=formed.number - 1, account=self._account))
             self._account = {}
         standing_by = len(self.membership.known()) - len(formed.members) if self.membership.may_stand_by else 0
         self.record(replace(formed.event(), standing_by=standing_by, recovered_s=recovered_s))
-        self.notify_members = True
+        self._notify_members()
 
     def _record_dismissals(self) -> None:
         for member, kind in (dismissed := list(self.membership.dismissed.items())[self.state.recorded_dismissals :]):
             self.record(events.WorkerLeft(generation=self.membership.generation, member=member, kind=kind))
         if dismissed:
             self.state.recorded_dismissals += len(dismissed)
-            self.notify_members = True
+            self._notify_members()
             self._snapshot.save(self.state)
 
     # What is due by the clock.
@@ -219,7 +286,7 @@ class Coordinator:
         self._plan(now_s)
         if self.membership.interrupt_if_overdue(now_s):
             self.record(events.DrainOverdue(generation=self.membership.generation))
-            self.notify_members = True
+            self._notify_members()
         self._check_sections()
         self._check_for_hang(now_s)
         step, timeout_s = self.event_log.progress.get("step", 0), self._options.heartbeat_timeout_s
@@ -233,7 +300,7 @@ class Coordinator:
         if membership.all_wait() and not membership.has_committed():
             if not self.state.open_request:
                 self.state.requests += 1
-            self.apply_request()
+            self._apply_request()
         current = membership.current
         if not (membership.is_training() and current is not None and current.handover_only):
             self._fail(error)
@@ -242,21 +309,22 @@ class Coordinator:
         """Updates whether membership should change and the places that members get then, both at once."""
         before = (self._change_wanted, self._planned)
         self._change_wanted, self._planned = self.membership.wants_change(now_s), self.membership.plan(now_s)
-        self.notify_members |= before != (self._change_wanted, self._planned)
+        if before != (self._change_wanted, self._planned):
+            self._notify_members()
 
     def _check_for_hang(self, now_s: float) -> None:
         """On a hang, first asks all members for their stacks, then decides."""
-        for member in self.hangs.places():
+        for member in self._hangs.places():
             if self.membership.why_gone(member) is not None:
-                self.hangs.remove(member)
+                self._hangs.remove(member)
         if self.membership.all_wait():  # waiting for workers is not a hang
-            self.hangs.begin(self.hangs.places(), now_s)
-        if self.event_log.ended is not None or not self.hangs.is_hung(now_s):
+            self._hangs.begin(self._hangs.places(), now_s)
+        if self.event_log.ended is not None or not self._hangs.is_hung(now_s):
             self._stacks_requested_at = None
         elif self._stacks_requested_at is None:
             self.state.stacks_requests += 1
             self._stacks_requested_at = now_s
-            self.notify_members = True
+            self._notify_members()
         elif now_s - self._stacks_requested_at >= STACKS_WITHIN_S:
             self._stacks_requested_at = None
             self._end_hang(now_s)
@@ -267,13 +335,13 @@ class Coordinator:
         ids = [member.id for member in membership.current.members] if membership.current is not None else []
         if membership.failure is not None and (any(map(membership.why_gone, ids)) or not membership.all_wait()):
             return  # a failed member has broken it, or not all have come
-        reports = self.hangs.reports(ids)
+        reports = self._hangs.reports(ids)
         if error := find_mismatch(reports, len(ids), self._options.num_micro_batches):
             self._fail(error)
 
     def _end_hang(self, now_s: float) -> None:
-        places, verdict = self.hangs.places(), self.hangs.decide(is_broken=self.membership.failure is not None)
-        facts: Any = {"places": places, "culprits": [*verdict.culprits], "seconds": self.hangs.timeout_s}
+        places, verdict = self._hangs.places(), self._hangs.decide(is_broken=self.membership.failure is not None)
+        facts: Any = {"places": places, "culprits": [*verdict.culprits], "seconds": self._hangs.timeout_s}
         self.record(events.HangDetected(generation=self.membership.generation, **facts))
         for member, how in verdict.culprits.items():
             self.state.attempts.record(self.membership, member, how, now_s, is_hang=True)
@@ -284,35 +352,53 @@ class Coordinator:
             self._record_failure(verdict.failure)
         if verdict.end is not None:
             self._fail(verdict.end)
-        self.hangs.begin(places, now_s)  # the other members get another timeout
+        self._hangs.begin(places, now_s)  # the other members get another timeout
         self.form()
 
-    def apply_request(self) -> None:
-        """Saves a request of the user, a node or a member, and does what follows from it."""
+    # Requests of users, nodes and members.
+
+    def _apply_request(self) -> None:
+        """Saves a request and does what follows from it."""
         self._snapshot.save(self.state)
         self.form()
         self._plan(time.monotonic())
-        self.notify_members = True
+        self._notify_members()
 
-    def ask_to_leave(self, member: Member, within_s: float, why: str) -> None:
-        """Asks a member to leave within a number of seconds."""
+    def leave(self, member: Member, within_s: float, why: str) -> None:
+        """Asks a member to leave at a step boundary, within a number of seconds."""
         if self.membership.why_gone(member.id) is None:
             self.record(events.DrainNoticed(member=member.id, node=member.node, within_s=within_s, by=why))
             self.membership.ask_to_leave([member.id], DrainNotice(time.monotonic(), within_s))
-            self.apply_request()
+            self._apply_request()
 
-    def drain(self, node_id: str, within_s: float, by: str) -> None:
-        """Asks all members on a node to leave within a number of seconds, unless they were asked before."""
+    def drain(self, node: str, within_s: float, by: str = "a person") -> list[str]:
+        """Asks the workers of a node, given by its address or Ray's id, to leave within a number of seconds. Returns
+        Ray's ids of the node; none if it has no worker of the run."""
+        members = self.membership.known()
+        node_ids = sorted({member.node_id for member in members if node in (member.node, member.node_id)})
+        for node_id in node_ids:
+            self._drain(node_id, within_s, by)
+        return node_ids
+
+    def _drain(self, node_id: str, within_s: float, by: str) -> None:
+        """Drains a node, unless an earlier notice covers it."""
         if self.membership.drain(node_id, DrainNotice(time.monotonic(), within_s)):
             if any(member.node_id == node_id for member in self.membership.known()):
                 self.record(events.DrainNoticed(node_id=node_id, within_s=within_s, by=by))
-            self.apply_request()
+            self._apply_request()
+
+    def undrain(self, node_id: str) -> None:
+        """Admits workers on a node again that was drained, given by Ray's id."""
+        if node_id in self.membership.draining:
+            self.membership.undrain(node_id)
+            self.record(events.DrainCancelled(node_id=node_id))
+            self._apply_request()
 
     def resize(self, num_workers: int) -> None:
         """Sets the maximum number of workers."""
         self.record(events.ResizeRequested(num_workers=num_workers))
         self.membership.wanted = num_workers
-        self.apply_request()
+        self._apply_request()
 
     def exclude(self, member: Member, within_s: float) -> None:
         """Keeps the run off the device of a member that computes wrong values.
@@ -322,34 +408,84 @@ class Coordinator:
         """
         staying = [other for other in self.membership.known() if other.id != member.id]
         if any(other.node_id != member.node_id for other in staying):
-            self.drain(member.node_id, within_s, "verify")
+            self._drain(member.node_id, within_s, "verify")
         elif len(staying) >= self.membership.min_workers:
-            self.ask_to_leave(member, within_s, "verify")
+            self.leave(member, within_s, "verify")
             self.resize(len(staying))
         self.mark_failed(member.id, "it computes wrong values")
 
-    def undrain(self, node_id: str) -> None:
-        """Admits members from a node again that was drained."""
-        if node_id in self.membership.draining:
-            self.membership.undrain(node_id)
-            self.record(events.DrainCancelled(node_id=node_id))
-            self.apply_request()
+    def stop(self) -> None:
+        """Asks the workers to commit and stop at the next step boundary."""
+        self.state.stop = True
+        self.membership.any_may_commit = True
+        self._apply_request()
+        self._notify_driver()
 
-    def fulfill_requests(self, newest: int) -> None:
+    def checkpoint(self) -> int:
+        """Asks for a commit at the next step boundary. Returns the number of the request, for `committed`."""
+        self.state.requests += 1
+        self._apply_request()
+        return self.state.requests
+
+    def committed(self, request: int) -> int | None:
+        """Returns the steps done in the commit that fulfilled a request; None without one.
+
+        A failed run fulfills no request: its workers may have held a newer state.
+        """
+        if not self.membership.known() and self._last_commit is not None and self.event_log.ended != "failed":
+            self._fulfill_requests(request)  # no member holds a newer state
+        return None if self.state.fulfilled_requests < request else self._last_commit
+
+    def _fulfill_requests(self, newest: int) -> None:
         """Marks all commit requests up to this one as fulfilled."""
         if newest > self.state.fulfilled_requests:
             self.state.fulfilled_requests = newest
             self._snapshot.save(self.state)
-            self.notify_members = True
+            self._notify_members()
 
-    def directives(self, started: list[str]) -> WorkerDirectives:
-        """Returns what the controller does about its running workers. Deletes details of all others."""
+    def verify(self) -> int | str:
+        """Asks for a verified step. Returns the number of the request, for `verified`, or why there is none."""
+        current = self.membership.current
+        if not self._options.can_verify:
+            return 'only strategy = "ddp" with reduction = "canonical" has bits to compare'
+        if current is None or len(current.members) < 2:
+            return "fewer than two workers train now, and one alone has nothing to compare. Ask again when more do"
+        self.state.verify_requests += 1
+        self._apply_request()
+        return self.state.verify_requests
+
+    def verified(self, request: int) -> str | None:
+        """Returns what the requested step found, "" if all bits were equal; None if it has not been done."""
+        return None if self.state.verified_requests < request else self.state.verified
+
+    # The controller and the driver.
+
+    def supervise(
+        self, started: list[str], starting: int, draining: dict[str, float], died: dict[str, str]
+    ) -> WorkerDirectives | None:
+        """Returns what the controller does about its workers; None if the run is over and all members have left.
+
+        Args:
+            started: ids of the running workers.
+            starting: number of workers that are starting.
+            draining: seconds until Ray removes a node, by Ray's node id.
+            died: what Ray reports about the end of processes, by worker.
+        """
         membership = self.membership
+        self.state.attempts.explain(died)
+        self._check_started(started)
+        membership.num_starting = starting + sum(not membership.has_joined(worker) for worker in started)
+        for node_id, seconds in draining.items():
+            self._drain(node_id, seconds, "Ray")
+        if self.is_over and not membership.known():
+            return None
         self._record_dismissals()
-        membership.prune(started)
+        membership.prune(started)  # details of members that do not run any more
         self.state.recorded_dismissals = len(membership.dismissed)
         failed = membership.failed()
         newcomers = [worker for worker in started if membership.is_newcomer(worker)]
+        first = self.event_log.last(events.FirstStep)
+        has_stepped = first is not None and first.generation == membership.generation
         return WorkerDirectives(
             failed={worker: failed[worker] for worker in started if worker in failed},
             newcomers=newcomers,
@@ -358,25 +494,65 @@ class Coordinator:
             avoid=list(membership.draining),
             limit=membership.limit,
             is_over=self.is_over,
-            is_steady=not (newcomers or self.is_over) and is_steady(membership, self.event_log),
+            is_steady=not (newcomers or self.is_over) and membership.is_training() and has_stepped,
         )
 
-    @property
-    def is_saving(self) -> bool:
-        return bool(self._saver) and self.membership.why_gone(self._saver) is None
+    def driver_update(self, after: int) -> DriverUpdate:
+        """Returns the events after the first `after`, and the run's state."""
+        return DriverUpdate(
+            events=self.event_log.after(after),
+            progress=self.event_log.progress,
+            outcome=self.event_log.outcome,
+            num_alive=len(self.membership.known()),
+            stopping=self.state.stop,
+            is_saving=bool(self._saver) and self.membership.why_gone(self._saver) is None,
+            draining=tuple(self.membership.draining),
+        )
+
+    def set_waiting_for(self, reason: str | None) -> None:
+        """Takes from the driver what the run waits for, for `status`."""
+        self._waiting_for = reason
 
     @property
-    def last_commit(self) -> int | None:
+    def _last_commit(self) -> int | None:
         """Steps done in the newest commit."""
         newest = self.event_log.last(events.CommitSucceeded) or self.event_log.last(events.Resumed)
         return self._options.last_commit if newest is None else newest.step
 
-    def status(self, standbys: frozenset[str] | set[str] = frozenset()) -> dict[str, Any]:
-        """Returns the state of the run, for `elastic-ddp status`. `standbys`: ids of standbys."""
-        return status_of(self.state, self.event_log, standbys, is_over=self.is_over) | {"last_commit": self.last_commit}
+    def status(self) -> dict[str, Any]:
+        """Returns the state of the run in plain values, for `elastic-ddp status`."""
+        membership, progress, starting = self.membership, self.event_log.status(), self.state.attempts.starting
+        if self.is_over:
+            state = self.event_log.ended or "stopping"
+        elif progress["generation"] is None:
+            state = "starting"
+        else:
+            state = "training" if membership.is_training() else "waiting"
+        return {
+            **self._about,
+            "min_workers": self._options.min_workers,
+            "max_workers": self._options.max_workers,
+            "driver": self._options.driver,
+            "pid": os.getpid(),
+            "waiting_for": self._waiting_for,
+            "state": state,
+            "wanted": membership.wanted,
+            "members": [{"rank": rank, **_described(member)} for rank, member in membership.ranks()],
+            "standbys": [_described(member) for member in starting.values() if member.id in self._standbys],
+            "draining": list(membership.draining),
+            **progress,
+            "world_size": 0 if state == "waiting" else progress["world_size"],
+            "last_commit": self._last_commit,
+        }
 
-    def report(self, event: Event, progress: dict[str, Any] | None, sender: str = "", number: int = 0) -> None:
-        """Takes an event for the ledger and a progress report, and does what follows from them. See `EventLog.add`."""
+    # The ledger, and the end.
+
+    def report(
+        self, event: Event, progress: dict[str, Any] | None, sender: str = "", number: int = 0, sent_at: float = 0.0
+    ) -> None:
+        """Takes an event for the ledger and a progress report, and does what follows from them. See `EventLog.add` and
+        `SenderClocks`."""
+        event = self._clocks.convert(event, sender, sent_at)
         has_failed = not self._is_in_good_standing(sender)
         if not has_failed:
             self.event_log.update_progress(progress)
@@ -386,7 +562,7 @@ class Coordinator:
             event = replace(event, account=None)
         if not self.event_log.add(event, sender, number):
             return
-        self.notify_driver = True
+        self._notify_driver()
         match event:
             case events.FirstStep():
                 self.membership.mark_trained(event.generation)
@@ -394,7 +570,7 @@ class Coordinator:
                 self._saver = sender
             case events.CommitSucceeded():
                 self._saver, self.state.failed_saves = "", 0
-                self.fulfill_requests(event.request or 0)
+                self._fulfill_requests(event.request or 0)
             case events.StepVerified(request=request) | events.CorruptionFound(request=request) if (
                 request and request > self.state.verified_requests
             ):
@@ -409,7 +585,7 @@ class Coordinator:
         """Ends the run after too many consecutive failures."""
         self.state.failed_saves += 1
         if self.state.failed_saves > self._options.max_failed_saves:
-            newest = "no commit" if self.last_commit is None else f"step {self.last_commit}"
+            newest = "no commit" if self._last_commit is None else f"step {self._last_commit}"
             self._fail(
                 StorageError(
                     f"{self.state.failed_saves} saves in a row failed (checkpoint.max_failed_saves="
@@ -423,10 +599,25 @@ class Coordinator:
         """Records an event of the rendezvous itself, with the current time as `at`."""
         self.report(replace(event, at=time.time()), None)
 
-    def _fail(self, error: ElasticDDPError) -> None:
-        self.end({"status": "failed", "kind": type(error).__name__, "error": str(error)})
+    def end(self, member: Member, progress: dict[str, Any] | None, outcome: dict[str, Any]) -> bool:
+        """Takes how the run ended; see `RunFinished.status`. The first outcome counts, and none of failed members.
+        Returns False if the run continues: the member failed before it ever trained, and others train."""
+        if self.membership.why_gone(member.id) is None:
+            if outcome["status"] == "failed" and self.membership.is_newcomer(member.id):
+                self.mark_failed(member.id, str(outcome["error"]))
+                return False
+            self.event_log.update_progress(progress)
+            self._end(outcome)
+        return True
 
-    def end(self, outcome: dict[str, Any]) -> None:
-        """Ends the run. The first outcome counts."""
+    def _fail(self, error: ElasticDDPError) -> None:
+        self._end({"status": "failed", "kind": type(error).__name__, "error": str(error)})
+
+    def _end(self, outcome: dict[str, Any]) -> None:
         if self.event_log.end(outcome):
-            self.notify_members = self.notify_driver = True
+            self._notify_members()
+            self._notify_driver()
+
+
+def _described(member: Member) -> dict[str, Any]:
+    return {"node": member.node, "node_id": member.node_id, "pid": member.pid, "id": member.id}

@@ -161,6 +161,7 @@ class HeartbeatServer:
     ) -> None:
         self._timeout_s, self._on_failure, self._is_awaited = timeout_s, on_failure, is_awaited
         self._server: asyncio.Server | None = None
+        self._starting = asyncio.Lock()
         self._newest: dict[str, asyncio.StreamReader] = {}
         """The newest connection of each connected member."""
 
@@ -169,8 +170,9 @@ class HeartbeatServer:
 
     async def start(self, host: str) -> tuple[str, int]:
         """Starts to listen on the first call. Returns the address."""
-        if self._server is None:
-            self._server = await asyncio.start_server(self._serve, host, backlog=BACKLOG)
+        async with self._starting:
+            if self._server is None:
+                self._server = await asyncio.start_server(self._serve, host, backlog=BACKLOG)
         address: tuple[str, int] = self._server.sockets[0].getsockname()[:2]
         return address
 

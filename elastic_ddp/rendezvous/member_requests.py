@@ -2,104 +2,90 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
 from elastic_ddp.rendezvous.members import Member
-from elastic_ddp.rendezvous.membership import Membership
-from elastic_ddp.rendezvous.status import ranks_of
+from elastic_ddp.rendezvous.messages import MemberRequest, ProfileRequest
+from elastic_ddp.rendezvous.snapshot import State
 
-PROFILES = "profiles"
-"""The folder of all traces, in the run's storage."""
-ABANDONED_AFTER_S = 20.0
-"""A request whose answers no caller has asked for in this time is forgotten: callers ask several times a second."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ProfileRequest:
-    """A request to profile steps of a generation."""
-
-    generation: int
-    ranks: tuple[int, ...]
-    """The ranks that profile. They start at the same step."""
-    num_steps: int
-    memory: bool
-    """Whether to record memory, too."""
-    folder: str
-    """Folder for the traces, in the run's storage."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class MemberRequest:
-    """A request to members."""
-
-    number: int
-    profile: ProfileRequest | None = None
-    """None for a request for stacks."""
+MAX_OPEN = 32
+"""Number of requests that are kept for their callers."""
 
 
 @dataclass
 class _Open:
-    members: Sequence[tuple[int | None, Member]]
-    ids: frozenset[str]
     request: MemberRequest
-    asked_at: float
-    """When a caller last asked for the answers."""
+    members: list[tuple[int | None, Member]]
+    """The members, with their ranks."""
     answers: dict[str, Mapping[str, Any]] = field(default_factory=dict)
 
 
 class MemberRequests:
-    """The requests whose callers wait for answers, and these answers.
+    """The newest requests, and their answers. `apply` is called after each new request."""
 
-    Args:
-        why_gone: returns why a member is not in the run any more; None if it is.
-        clock: returns seconds.
-    """
-
-    def __init__(self, why_gone: Callable[[str], str | None], clock: Callable[[], float] = time.monotonic) -> None:
-        self._why_gone, self._clock = why_gone, clock
+    def __init__(self, state: State, apply: Callable[[], None]) -> None:
+        self._state, self._membership, self._apply = state, state.membership, apply
         self._open: dict[int, _Open] = {}
 
-    def add(
-        self,
-        number: int,
-        members: Sequence[tuple[int | None, Member]],
-        profile: ProfileRequest | None = None,
-    ) -> None:
-        """Adds a request to members, each with its rank. Numbers increase."""
-        ids = frozenset(member.id for _, member in members)
-        now = self._clock()
-        for old, each in list(self._open.items()):
-            if now - each.asked_at >= ABANDONED_AFTER_S and not self._is_profiling(each):
-                del self._open[old]
-        self._open[number] = _Open(members, ids, MemberRequest(number=number, profile=profile), asked_at=now)
+    def request_stacks(self) -> int:
+        """Asks all workers for the stacks of their threads. Returns the number of the request, for `answers`."""
+        ranked, starting = self._membership.ranks(), self._state.attempts.starting.values()
+        others = {member.id: member for member in (*self._membership.known(), *starting)}
+        for _, member in ranked:
+            others.pop(member.id, None)
+        unranked = [member for member in others.values() if self._membership.why_gone(member.id) is None]
+        return self._add([*ranked, *((None, member) for member in unranked)])
 
-    def is_profiling(self, generation: int) -> bool:
-        """Returns whether ranks of a generation have not answered a request to profile them yet."""
-        return any(self._is_profiling(each, generation) for each in self._open.values())
+    def request_profile(self, ranks: list[int] | None, num_steps: int, memory: bool) -> int | str:
+        """Asks ranks, by default all, for traces of the next steps. Returns the request's number, or why that fails."""
+        members, generation = dict(self._membership.ranks()), self._membership.generation
+        chosen = list(members) if ranks is None else ranks
+        open_profiles = [each.request.profile for each in self._open.values() if self._is_profiling(each)]
+        if any(profile is not None and profile.generation == generation for profile in open_profiles):
+            return "another profile is not complete yet"  # ranks start together, and would wait for each other
+        if not self._membership.is_training():
+            return "it does not train at the moment"
+        if missing := [rank for rank in chosen if rank not in members]:
+            return f"rank {missing[0]} has just left"
+        profile = ProfileRequest(
+            generation=generation,
+            ranks=tuple(chosen),
+            num_steps=num_steps,
+            memory=memory,
+            folder=f"profiles/{datetime.now(UTC):%Y%m%dT%H%M%SZ}",
+        )
+        return self._add([(rank, members[rank]) for rank in chosen], profile)
 
-    def _is_profiling(self, each: _Open, generation: int | None = None) -> bool:
-        profile = each.request.profile
-        if profile is None or generation not in (None, profile.generation):
-            return False
-        return any(self._answer(each, member) is None for member in each.ids)
+    def _add(self, members: list[tuple[int | None, Member]], profile: ProfileRequest | None = None) -> int:
+        done = [number for number, each in self._open.items() if not self._is_profiling(each)]
+        for number in done[: max(0, len(self._open) - MAX_OPEN + 1)]:
+            del self._open[number]
+        self._state.member_requests += 1
+        number = self._state.member_requests
+        self._open[number] = _Open(MemberRequest(number=number, profile=profile), members)
+        self._apply()
+        return number
+
+    def _is_profiling(self, each: _Open) -> bool:
+        return each.request.profile is not None and any(self._answer(each, who.id) is None for _, who in each.members)
 
     def _answer(self, each: _Open, member: str) -> Mapping[str, Any] | None:
         """Returns a member's answer, which is an `error` if it is gone; None while that is open."""
-        gone = self._why_gone(member)
+        gone = self._membership.why_gone(member)
         return each.answers.get(member) or (None if gone is None else {"error": gone.partition("\n")[0]})
 
     def of(self, member: str, after: int) -> tuple[MemberRequest, ...]:
         """Returns the requests to a member that it has not received: those with numbers above `after`."""
-        return tuple(each.request for number, each in self._open.items() if number > after and member in each.ids)
+        new = [each for number, each in self._open.items() if number > after]
+        return tuple(each.request for each in new if any(who.id == member for _, who in each.members))
 
-    def answer(self, number: int, member: str, answer: Mapping[str, Any]) -> None:
-        """Takes a member's answer: its facts, or an `error`. The first one counts."""
-        if (each := self._open.get(number)) is not None and member in each.ids:
-            each.answers.setdefault(member, answer)
+    def answer(self, member: Member, number: int, answer: Mapping[str, Any]) -> None:
+        """Takes a member's answer to a request: its facts, or an `error`. The first one counts."""
+        if (each := self._open.get(number)) is not None:
+            each.answers.setdefault(member.id, answer)
 
     def answers(self, number: int) -> list[dict[str, Any]] | None:
         """Returns a dict for each member: its `rank`, `node`, `pid`, `id`, and its `answer`, None while that is open.
@@ -108,28 +94,7 @@ class MemberRequests:
         """
         if (each := self._open.get(number)) is None:
             return None
-        each.asked_at = self._clock()
         return [
             {"rank": rank, "node": who.node, "pid": who.pid, "id": who.id, "answer": self._answer(each, who.id)}
             for rank, who in each.members
         ]
-
-
-def plan_profile(
-    membership: Membership, ranks: Sequence[int] | None, *, num_steps: int, memory: bool
-) -> tuple[list[tuple[int, Member]], ProfileRequest] | str:
-    """Returns the members with these ranks, by default all, and a request to them; or why they cannot be asked."""
-    members = dict(ranks_of(membership))
-    chosen = list(members) if ranks is None else ranks
-    if not membership.is_training():
-        return "it does not train at the moment"
-    if missing := [rank for rank in chosen if rank not in members]:
-        return f"rank {missing[0]} has just left"
-    request = ProfileRequest(
-        generation=membership.generation,
-        ranks=tuple(chosen),
-        num_steps=num_steps,
-        memory=memory,
-        folder=f"{PROFILES}/{datetime.now(UTC):%Y%m%dT%H%M%SZ}",
-    )
-    return [(rank, members[rank]) for rank in chosen], request

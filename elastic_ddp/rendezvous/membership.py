@@ -423,10 +423,13 @@ class Membership:
         options = {"micro_batches": self.evenly_divided, "shard_size": self.shard_size}
         return largest_size(staying, self.limit, **options)
 
-    def _alive(self) -> list[Member]:
-        """Members of the current generation that have not failed or left, in rank order."""
+    def ranks(self) -> list[tuple[int, Member]]:
+        """Returns the members of the current generation that have not failed or left, with their ranks."""
         members = self.current.members if self.current is not None else ()
-        return [member for member in members if member.id not in self._gone]
+        return [(rank, member) for rank, member in enumerate(members) if member.id not in self._gone]
+
+    def _alive(self) -> list[Member]:
+        return [member for _, member in self.ranks()]
 
     def _split(self) -> tuple[list[str], list[str]]:
         """Ids of those that stay, and of those that must leave."""

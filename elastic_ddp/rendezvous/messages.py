@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from elastic_ddp.rendezvous.member_requests import MemberRequest
 from elastic_ddp.telemetry.event import Event
 
 
@@ -23,6 +22,29 @@ class PlannedAssignment(NamedTuple):
     world_size: int
     step: int
     """Steps done by the newest report of rank 0."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProfileRequest:
+    """A request to profile steps of a generation."""
+
+    generation: int
+    ranks: tuple[int, ...]
+    """The ranks that profile. They start at the same step."""
+    num_steps: int
+    memory: bool
+    """Whether to record memory, too."""
+    folder: str
+    """Folder for the traces, in the run's storage."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemberRequest:
+    """A request to members."""
+
+    number: int
+    profile: ProfileRequest | None = None
+    """None for a request for stacks."""
 
 
 @dataclass(frozen=True)

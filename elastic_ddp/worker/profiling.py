@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import torch
 
     from elastic_ddp.rendezvous.client import RendezvousClient
-    from elastic_ddp.rendezvous.member_requests import ProfileRequest
+    from elastic_ddp.rendezvous.messages import ProfileRequest
     from elastic_ddp.storage.storage import Storage
 
 _log = logging.getLogger(__name__)

@@ -12,7 +12,7 @@ import ray
 import torch
 
 import elastic_ddp as ed
-from elastic_ddp.rendezvous.member_requests import MemberRequest, ProfileRequest
+from elastic_ddp.rendezvous.messages import MemberRequest, ProfileRequest
 from elastic_ddp.storage.storage import Storage
 from elastic_ddp.worker.trace_recording import TraceRecording
 from tests.integration import jobs

@@ -14,9 +14,9 @@ import pytest
 import ray
 
 from elastic_ddp.errors import ConfigError
-from elastic_ddp.rendezvous import start as start_module
+from elastic_ddp.rendezvous import actor as start_module
+from elastic_ddp.rendezvous.actor import start_rendezvous
 from elastic_ddp.rendezvous.messages import RendezvousOptions
-from elastic_ddp.rendezvous.start import start_rendezvous
 from elastic_ddp.storage.lease import DriverLease
 from elastic_ddp.storage.storage import Storage
 

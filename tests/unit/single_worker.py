@@ -22,9 +22,8 @@ from elastic_ddp.data.user_calls import describe_rows
 from elastic_ddp.distributed.assignment import Assignment, Resharding, Shards
 from elastic_ddp.errors import ConfigError
 from elastic_ddp.rendezvous.hang import Activity
-from elastic_ddp.rendezvous.member_requests import MemberRequest
 from elastic_ddp.rendezvous.members import Member
-from elastic_ddp.rendezvous.messages import PlannedAssignment
+from elastic_ddp.rendezvous.messages import MemberRequest, PlannedAssignment
 from elastic_ddp.telemetry.event import Event
 from elastic_ddp.worker.generation import Generation
 from elastic_ddp.worker.membership import RestartTraining

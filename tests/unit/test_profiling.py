@@ -13,7 +13,7 @@ import torch
 
 from elastic_ddp.config.run_config import RunConfig
 from elastic_ddp.distributed.process_group import ProcessGroup
-from elastic_ddp.rendezvous.member_requests import MemberRequest, ProfileRequest
+from elastic_ddp.rendezvous.messages import MemberRequest, ProfileRequest
 from elastic_ddp.storage.storage import Storage
 from elastic_ddp.telemetry.description import describe_event
 from elastic_ddp.telemetry.event import parse

@@ -11,7 +11,7 @@ from elastic_ddp.distributed.assignment import Assignment
 from elastic_ddp.distributed.store import StoreConnection
 from elastic_ddp.rendezvous import actor as rendezvous_module
 from elastic_ddp.rendezvous.actor import Rendezvous
-from elastic_ddp.rendezvous.member_requests import ABANDONED_AFTER_S, MemberRequests, ProfileRequest
+from elastic_ddp.rendezvous.member_requests import MAX_OPEN
 from elastic_ddp.rendezvous.membership import LEFT
 from elastic_ddp.rendezvous.messages import Ended, RendezvousOptions
 from elastic_ddp.telemetry.event import Event
@@ -96,8 +96,7 @@ def test_a_failed_run_fulfills_no_commit_request(play: Play, status: str, answer
         await started(rendezvous)
         await report(rendezvous, [ledger_event("commit_succeeded", step=7, request=None, at=0.0)], None)
         request = await rendezvous.checkpoint()
-        async with rendezvous._locked() as coordinator:
-            coordinator.end({"status": status, "error": "4 saves in a row failed"})
+        await rendezvous.end(member("a", 0), None, {"status": status, "error": "4 saves in a row failed"})
         for failed in ("a0", "a1", "a2"):
             await rendezvous._on_failure(failed, "its process exited")
         assert await rendezvous.committed(request) == answer
@@ -276,20 +275,17 @@ def test_a_profile_is_refused_until_all_ranks_of_the_one_before_have_answered(pl
     play(scenario)
 
 
-def test_other_requests_do_not_make_an_open_one_forgotten() -> None:
-    now = 0.0
-    requests = MemberRequests(lambda member: None, lambda: now)
-    profile = ProfileRequest(generation=1, ranks=(0,), num_steps=5, memory=False, folder="profiles/1")
-    requests.add(1, [(0, member("a", 0))], profile)
-    for number in range(2, 12):
-        requests.add(number, [(0, member("a", 0))])
-    assert requests.answers(2) is not None
-    now = ABANDONED_AFTER_S / 2
-    assert requests.answers(11) is not None
-    now = ABANDONED_AFTER_S
-    requests.add(12, [(0, member("a", 0))])
-    assert [number for number in range(1, 13) if requests.answers(number) is not None] == [1, 11, 12]
-    requests.answer(1, "a0", {"trace": "a"})
-    now = 3 * ABANDONED_AFTER_S
-    requests.add(13, [(0, member("a", 0))])
-    assert [number for number in range(1, 14) if requests.answers(number) is not None] == [13]
+def test_the_newest_requests_are_kept_and_profiles_until_they_are_complete(play: Play) -> None:
+    async def scenario(rendezvous: Rendezvous) -> None:
+        await rendezvous.heartbeat_address()
+        await started(rendezvous)
+        profile = await rendezvous.request_profile([0], 5, False)
+        assert isinstance(profile, int)
+        numbers = [await rendezvous.request_stacks() for _ in range(MAX_OPEN + 1)]
+        kept = [number for number in (profile, *numbers) if await rendezvous.answers(number) is not None]
+        assert kept == [profile, *numbers[2:]]
+        await rendezvous.answer(member("a", 0), profile, {"trace": "a"})
+        await rendezvous.request_stacks()
+        assert await rendezvous.answers(profile) is None
+
+    play(scenario)
