@@ -43,16 +43,10 @@ _GLOO_ERROR = re.compile(r"\[\S*gloo/transport/\S+:\d+\] ")
 """The beginning of gloo's own errors. Waiting for a `Work` raises them from no Python file of torch."""
 _PEER_FAILURE_SIGNS = (
     "gloo/transport",  # while a group forms, torch puts its own text before gloo's
-    "connection closed by peer",
-    "connection reset by peer",
-    "broken pipe",
-    "application timeout caused pair closure",
-    "timed out waiting",
-    "nccl",
-    "connection was likely closed",
-    "failed to recv",
+    "nccl communicator was aborted",
     _NO_GROUP,  # the group was aborted
 )
+"""Texts of torch for failures of a peer that have no exception type of their own."""
 
 
 @dataclass

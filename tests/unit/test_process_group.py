@@ -300,6 +300,18 @@ def test_a_users_error_that_quotes_gloo_is_no_peer_failure() -> None:
     assert is_peer_failure(RuntimeError(text))
 
 
+@pytest.mark.parametrize(
+    "text",
+    ["ProcessGroupNCCL only supports CUDA tensors", "Distributed package doesn't have NCCL built in", "Broken pipe"],
+)
+def test_an_error_of_torch_about_the_users_call_is_no_peer_failure(text: str) -> None:
+    """Torch raises it for a tensor on the CPU, or for a group of another backend, for example."""
+    in_torch = compile(f"raise RuntimeError({text!r})", str(torch.__file__), "exec")
+    with pytest.raises(RuntimeError) as caught:
+        exec(in_torch)
+    assert not is_peer_failure(caught.value)
+
+
 def test_a_collective_without_a_group_is_a_peer_failure_but_a_users_error_is_not() -> None:
     """On a GPU another thread aborts the group, and the next collective finds none."""
     with pytest.raises(ValueError, match="not been initialized") as caught:
