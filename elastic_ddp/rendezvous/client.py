@@ -15,7 +15,7 @@ from typing import Any, cast
 
 import ray
 
-from elastic_ddp.distributed.assignment import Assignment, Shards
+from elastic_ddp.distributed.assignment import Assignment
 from elastic_ddp.rendezvous.actor import RendezvousHandle
 from elastic_ddp.rendezvous.hang import Activity, stacks
 from elastic_ddp.rendezvous.heartbeat import Heartbeat
@@ -41,7 +41,7 @@ class RendezvousClient:
     """A worker's connection to the rendezvous.
 
     Events are sent in order, without delay. Inside a step the training thread calls only `record`, `progress`,
-    `on_failure` and the properties, which never block; the other methods wait for Ray.
+    `on_failure` and the attributes, which never block; the other methods wait for Ray.
     """
 
     def __init__(self, rendezvous: RendezvousHandle, member: Member, heartbeat_timeout_s: float) -> None:
@@ -50,7 +50,8 @@ class RendezvousClient:
         self._progress: dict[str, Any] | None = None
         self.activity = Activity()
         """What the training thread is doing; that thread updates it."""
-        self._signals = Signals()
+        self.signals = NO_SIGNALS
+        """The newest signals for this worker."""
         self._generation = 0
         self.profile_requests: SimpleQueue[MemberRequest] = SimpleQueue()
         """Requests to profile steps."""
@@ -80,20 +81,6 @@ class RendezvousClient:
         """A context in which native code may hold Python's lock for up to `heartbeat.IDLE_TIMEOUT_S`."""
         return self._heartbeat.paused()
 
-    @property
-    def stop_requested(self) -> bool:
-        return self._signals.stop
-
-    @property
-    def reconfigure_requested(self) -> bool:
-        """Whether the generation should end at its next step boundary."""
-        return self._signals.reconfigure
-
-    @property
-    def planned(self) -> PlannedAssignment | None:
-        """This worker's place in the next generation; None if it has none."""
-        return self._signals.planned
-
     def plan_join(self) -> PlannedAssignment | None:
         """Returns the place that this worker would get if it joined now; None if that is not known."""
         return cast("PlannedAssignment | None", self._call(self._rendezvous.plan_join, self.member))
@@ -101,16 +88,6 @@ class RendezvousClient:
     def store_address(self) -> tuple[str, int]:
         """Returns the address of the generations' store. It changes when the rendezvous restarts."""
         return cast("tuple[str, int]", self._call(self._rendezvous.store_address))
-
-    @property
-    def commit_requested(self) -> int:
-        """Number of a request to commit at the next step boundary; 0 for none."""
-        return self._signals.commit
-
-    @property
-    def verify_requested(self) -> int:
-        """Number of a request for a verified step; 0 for none."""
-        return self._signals.verify
 
     def why_not_commit(self, generation: int) -> str | None:
         """Returns why this worker may not commit what it wrote in a generation; None if it may."""
@@ -134,40 +111,22 @@ class RendezvousClient:
 
     def join(
         self,
+        request: JoinRequest,
         *,
-        step: int | None,
-        updates: int = 0,
-        between_steps: bool = True,
         failure: str | None = None,
-        committed: int | None = None,
         account: dict[str, float] | None = None,
-        resumable: bool = True,
-        shards: Shards | None = None,
-        can_finish: bool = False,
-        fewest_workers: int = 1,
         while_waiting: Callable[[PlannedAssignment], object] = lambda planned: None,
     ) -> Assignment:
         """Waits for the next generation and returns this worker's place in it.
 
         Args:
-            step, updates, between_steps, committed, resumable, shards, can_finish, fewest_workers: as in `JoinRequest`.
-            failure, account: as in `Rendezvous.join`.
+            request: what this worker holds.
+            failure, account: as in `Coordinator.join`.
             while_waiting: called now and then with the place that it may get.
 
         Raises:
             RunStopped: this worker gets no further generation.
         """
-        request = JoinRequest(
-            member=self.member,
-            step=step,
-            updates=updates,
-            between_steps=between_steps,
-            resumable=resumable,
-            shards=shards,
-            can_finish=can_finish,
-            fewest_workers=fewest_workers,
-            committed=committed,
-        )
         while True:
             answer: Assignment | Ended | PlannedAssignment | None
             activity = self.activity.report()
@@ -179,14 +138,14 @@ class RendezvousClient:
             elif answer is not None:
                 self._generation = answer.generation
                 self._progress = self._progress if answer.rank == 0 else None  # rank 0 alone reports progress
-                self._signals = replace(self._signals, **_OF_A_GENERATION)
+                self.signals = replace(self.signals, **_OF_A_GENERATION)
                 return answer
 
     def on_failure(self, abort: Callable[[], None] | None) -> None:
         """Sets the function that aborts this worker's collectives; None for none. A client thread calls it when a
         member of the current generation fails or the run ends."""
         self._abort = abort
-        if abort is not None and self._must_abort(self._signals):
+        if abort is not None and self._must_abort(self.signals):
             _try_to_abort(abort)
 
     def _must_abort(self, signals: Signals) -> bool:
@@ -256,7 +215,7 @@ class RendezvousClient:
                 return
             if generation != self._generation:
                 signals = replace(signals, **_OF_A_GENERATION)
-            self._signals = signals
+            self.signals = signals
             if signals.show_stacks not in (0, shown):
                 shown = signals.show_stacks
                 self.record(StacksRecorded(member=self.member.id, **self._stacks()))

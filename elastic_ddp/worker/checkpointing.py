@@ -83,7 +83,7 @@ class Checkpointer:
         self._job, self._client = job, client
         settings = job.config.checkpoint
         self.schedule = CommitSchedule(
-            settings, job.total_steps, lambda: client.commit_requested, steps_per_epoch=job.shape.steps_per_epoch
+            settings, job.total_steps, lambda: client.signals.commit, steps_per_epoch=job.shape.steps_per_epoch
         )
         self.metrics = Metrics()
         self.verified_step: int | None = None
@@ -138,7 +138,7 @@ class Checkpointer:
             NonFiniteError: a weight is NaN or infinite.
             PeerFailedError: the generation ended before the previous save.
         """
-        assignment, step, request = group.assignment, state.position.step, self._client.commit_requested
+        assignment, step, request = group.assignment, state.position.step, self._client.signals.commit
         generation, address = assignment.generation, (assignment.store_host, assignment.store_port)
         number = self._num_saves[1] + 1 if self._num_saves[0] == generation else 1
         self._num_saves, self._current = (generation, number), generation

@@ -15,8 +15,8 @@ from elastic_ddp.distributed.hosted_store import HostedStore
 from elastic_ddp.errors import WorkersFailedError
 from elastic_ddp.rendezvous.client import RendezvousClient
 from elastic_ddp.rendezvous.hang import Activity
-from elastic_ddp.rendezvous.members import Member
-from elastic_ddp.rendezvous.messages import PlannedAssignment, Signals
+from elastic_ddp.rendezvous.members import JoinRequest, Member
+from elastic_ddp.rendezvous.messages import NO_SIGNALS, PlannedAssignment
 from elastic_ddp.telemetry.event import STARTED, Event
 
 _HOST = "127.0.0.1"
@@ -33,10 +33,10 @@ class LocalClient(RendezvousClient):
         self.activity = Activity()
         self.profile_requests = SimpleQueue()
         self.disconnected = False
-        self._signals, self._num_joined = Signals(), 0
+        self.signals, self._num_joined = NO_SIGNALS, 0
         self._on_event, self._hosted = on_event, HostedStore(_HOST)
 
-    def join(self, *, step: int | None, failure: str | None = None, **_: Any) -> Assignment:
+    def join(self, request: JoinRequest, *, failure: str | None = None, **_: Any) -> Assignment:
         """Returns the place in the next generation. Raises a WorkersFailedError after a failure: there is no peer."""
         if failure is not None:
             raise WorkersFailedError(f"a collective failed, and this is the only worker: {failure}")
@@ -47,8 +47,8 @@ class LocalClient(RendezvousClient):
             world_size=1,
             store_host=_HOST,
             store_port=self._hosted.port,
-            source=None if step is None else 0,
-            first_step=step,
+            source=None if request.step is None else 0,
+            first_step=request.step,
             reason=STARTED,
         )
 

@@ -175,7 +175,7 @@ class Loop:
         if self.rank == 0:
             differ = self._verified.must_find_rank_at_fault
             votes["commit"] = not differ and self.checkpointer.schedule.should_commit(steps_done)
-            votes["stop"] = self.client.stop_requested
+            votes["stop"] = self.client.signals.stop
             votes["verify"] = self._verified.vote()
         return votes
 

@@ -18,6 +18,7 @@ from elastic_ddp.errors import WorkersFailedError, format_exception
 from elastic_ddp.rendezvous import standby
 from elastic_ddp.rendezvous.coordinator import PREPARE_S
 from elastic_ddp.rendezvous.hang import STORING
+from elastic_ddp.rendezvous.members import JoinRequest
 from elastic_ddp.rendezvous.messages import PlannedAssignment
 from elastic_ddp.rendezvous.user_place import frames_of
 from elastic_ddp.telemetry.event import PEER_FAILED, RESUMED, RUN_ENDED, STARTED, STATE_TRANSFERRED
@@ -209,18 +210,19 @@ class WorkerMembership:
         shards, held = self._state.shards, self._state.held
         step = self._state.position.step if held is None else held.step
         holds_state = self.holds_state if shards is None else bool(shards.held)
-        return self._client.join(
+        request = JoinRequest(
+            member=self._client.member,
             step=step if holds_state else None,
             updates=len(self._state.updates),
             shards=shards if holds_state else None,
             can_finish=self._state.finish_step is not None,
             fewest_workers=1 if held is None else held.fewest_ranks(self._free_bytes()),
             between_steps=task is None,
-            failure=failure,
             committed=self._checkpointer.durable_step,
-            account=self.clock.account.seconds(),
             resumable=not (self._state.is_changing or self.tasks.steps_have_ended),
-            while_waiting=self._read_ahead,
+        )
+        return self._client.join(
+            request, failure=failure, account=self.clock.account.seconds(), while_waiting=self._read_ahead
         )
 
     def _free_bytes(self) -> int:
@@ -298,12 +300,12 @@ class WorkerMembership:
 
     def is_ready_to_change(self, steps_done: int) -> bool:
         """Returns whether this worker is ready for a change of membership after the current step."""
-        if not self._client.reconfigure_requested:
+        if not self._client.signals.reconfigure:
             self._preparing_since = None
             return self._client.disconnected  # it cannot receive the request, and must not block it
         if self._preparing_since is None:
             self._preparing_since = time.monotonic()
-        planned = self._client.planned
+        planned = self._client.signals.planned
         if planned is None or self.clock.account.step_s >= LONG_STEP_S:
             return True
         is_ready = self._read_ahead(planned._replace(step=steps_done))

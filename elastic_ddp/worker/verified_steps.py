@@ -110,7 +110,7 @@ class VerifiedSteps:
 
     def vote(self) -> int:
         """Returns rank 0's vote: the number of the request that the next step is to answer, 0 for none."""
-        requested = OF_COMMIT if self.must_find_rank_at_fault else self._client.verify_requested
+        requested = OF_COMMIT if self.must_find_rank_at_fault else self._client.signals.verify
         is_answered = requested == self._answering or 0 < requested <= self._answered
         return 0 if is_answered else requested
 

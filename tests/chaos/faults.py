@@ -143,9 +143,9 @@ def hold(until: Callable[[ed.Run, int], bool]) -> Callable[[ed.Run, int], None]:
     def wait(run: ed.Run, at: int) -> None:
         while run.rank == 0 and not until(run, at):
             client, generation = run._loop.client, run._loop.membership.generation
-            if client.reconfigure_requested or client.stop_requested or generation is None:
+            if client.signals.reconfigure or client.signals.stop or generation is None:
                 return
-            if client._signals.failed_generation == generation.number:
+            if client.signals.failed_generation == generation.number:
                 return
             time.sleep(0.01)
 

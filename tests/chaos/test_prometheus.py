@@ -224,7 +224,7 @@ def main() -> None:
     def slow(run: ed.Run, at: int) -> None:
         time.sleep(0.05)
         client = run._loop.client
-        while Path(pause).exists() and not client.stop_requested and not client._signals.failed_generation:
+        while Path(pause).exists() and not client.signals.stop and not client.signals.failed_generation:
             time.sleep(0.05)
 
     ray.init(logging_level="WARNING")

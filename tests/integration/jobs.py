@@ -79,7 +79,7 @@ class Counter:
 
 def get_ready(run: ed.Run, at: int) -> None:
     """Waits until this worker can change its rank: steps are so short that the run could end before."""
-    while run._loop.client.reconfigure_requested and run._loop.client._signals.failed_generation is None:
+    while run._loop.client.signals.reconfigure and run._loop.client.signals.failed_generation is None:
         if run._loop.membership.is_ready_to_change(at + 1):
             return
         time.sleep(0.01)
@@ -138,7 +138,7 @@ def kill_once(
         if run.rank == rank and at == step and not Path(marker).exists():
             Path(marker).touch()
             os.kill(os.getpid() if pid is None else pid, how)
-            while how == signal.SIGINT and not run._loop.client.stop_requested:
+            while how == signal.SIGINT and not run._loop.client.signals.stop:
                 time.sleep(0.01)
 
     return fault
@@ -152,7 +152,7 @@ def hold(marker: str, *, step: int, world_size: int = 1) -> Callable[..., None]:
 
     def fault(run: ed.Run, at: int) -> None:
         while run.rank == 0 and at >= step and not Path(marker).exists():
-            if run.world_size < world_size and run._loop.client.reconfigure_requested:
+            if run.world_size < world_size and run._loop.client.signals.reconfigure:
                 return
             time.sleep(0.05)
 
@@ -165,7 +165,7 @@ def hold_for_others(marker: str, *, step: int) -> Callable[..., None]:
     def fault(run: ed.Run, at: int) -> None:
         if run.rank == 0 and at == step and not Path(marker).exists():
             Path(marker).touch()
-            while not run._loop.client.reconfigure_requested:
+            while not run._loop.client.signals.reconfigure:
                 time.sleep(0.01)
 
     return fault
@@ -189,7 +189,7 @@ def hold_until_asked(marker: str, *, step: int) -> Callable[..., None]:
     def fault(run: ed.Run, at: int) -> None:
         client = run._loop.client
         while run.rank == 0 and at >= step and not Path(marker).exists():
-            if client.reconfigure_requested or client.stop_requested or run._loop.checkpointer.schedule.is_requested:
+            if client.signals.reconfigure or client.signals.stop or run._loop.checkpointer.schedule.is_requested:
                 return
             time.sleep(0.01)
 

@@ -19,11 +19,11 @@ from elastic_ddp.config.run_config import DataConfig
 from elastic_ddp.data.micro_batches import MicroBatch
 from elastic_ddp.data.order import EpochShape, FeedPlan
 from elastic_ddp.data.user_calls import describe_rows
-from elastic_ddp.distributed.assignment import Assignment, Resharding, Shards
+from elastic_ddp.distributed.assignment import Assignment, Resharding
 from elastic_ddp.errors import ConfigError
 from elastic_ddp.rendezvous.hang import Activity
-from elastic_ddp.rendezvous.members import Member
-from elastic_ddp.rendezvous.messages import MemberRequest, PlannedAssignment
+from elastic_ddp.rendezvous.members import JoinRequest, Member
+from elastic_ddp.rendezvous.messages import MemberRequest, PlannedAssignment, Signals
 from elastic_ddp.telemetry.event import Event
 from elastic_ddp.worker.generation import Generation
 from elastic_ddp.worker.membership import RestartTraining
@@ -60,24 +60,21 @@ class FakeClient:
         self.failures: list[str | None] = []
         self._store_port = store_port
 
-    def join(
-        self,
-        *,
-        step: int | None,
-        updates: int,
-        between_steps: bool,
-        failure: str | None,
-        committed: int | None,
-        account: dict[str, float],
-        resumable: bool,
-        shards: Shards | None,
-        can_finish: bool,
-        fewest_workers: int,
-        while_waiting: Callable[[PlannedAssignment], object],
-    ) -> Assignment:
-        self.joins.append((step, between_steps))
-        self.are_resumable.append(resumable)
+    @property
+    def signals(self) -> Signals:
+        return Signals(
+            stop=self.stop_requested,
+            reconfigure=self.reconfigure_requested,
+            planned=self.planned,
+            commit=self.commit_requested,
+            verify=self.verify_requested,
+        )
+
+    def join(self, request: JoinRequest, *, failure: str | None, account: Any, while_waiting: Any) -> Assignment:
+        self.joins.append((request.step, request.between_steps))
+        self.are_resumable.append(request.resumable)
         self.failures.append(failure)
+        shards = request.shards
         reason = "worker failed" if failure is not None else "workers joined" if self.reconfigure_requested else "start"
         self.reconfigure_requested = False
         return Assignment(
@@ -87,11 +84,11 @@ class FakeClient:
             store_host="127.0.0.1",
             store_port=self._store_port,
             # As if the others, who train when a newcomer plans its place, sent it their state: here, its own.
-            source=None if step is None and self.planned_join is None else 0,
-            first_step=step,
+            source=None if request.step is None and self.planned_join is None else 0,
+            first_step=request.step,
             resharding=None if shards is None else Resharding(shards.num, (shards.held,), (0,)),
             same_members=self.same_members and len(self.joins) > 1,
-            in_collective_task=not between_steps,
+            in_collective_task=not request.between_steps,
             reason=reason,
         )
 

@@ -206,7 +206,7 @@ def test_the_failure_of_all_workers_counts_for_those_that_resume(new_run: NewRun
     train(new_run(checkpoint=settings))
     resumed = new_run(checkpoint=settings, steps=8)
     join = client_of(resumed).join
-    client_of(resumed).join = lambda **request: replace(join(**request), reason="worker failed")  # type: ignore[method-assign]
+    client_of(resumed).join = lambda request, **facts: replace(join(request, **facts), reason="worker failed")  # type: ignore[method-assign]
     train(resumed)
     assert checkpointer_of(resumed).schedule.to_record()["losses"] == 1
 
@@ -340,7 +340,7 @@ def test_a_run_commits_after_the_step_in_which_one_node_is_left(new_run: NewRun)
     run = new_run(checkpoint={"every_seconds": 1000})
     client, failed = client_of(run), set[int]()
     join = client.join
-    client.join = lambda **request: replace(join(**request), num_nodes=1 if len(client.joins) > 1 else 2)  # type: ignore[method-assign]
+    client.join = lambda request, **facts: replace(join(request, **facts), num_nodes=1 if len(client.joins) > 1 else 2)  # type: ignore[method-assign]
 
     def fail(step: Step) -> None:
         if step.index == 2 and not failed:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from elastic_ddp.distributed.assignment import Assignment
 from elastic_ddp.errors import ConfigError, StorageError, WorkersFailedError
+from elastic_ddp.rendezvous.members import JoinRequest
 from elastic_ddp.rendezvous.messages import PlannedAssignment
 from elastic_ddp.seeding import seed_all
 from elastic_ddp.storage.storage import Storage
@@ -104,9 +105,9 @@ def test_the_time_of_a_restart_does_not_belong_to_the_generation_before(new_run:
     client = client_of(run)
     join = client.join
 
-    def note_account(**request: Any) -> Assignment:
-        accounts.append(request["account"])
-        return join(**request)
+    def note_account(request: JoinRequest, **facts: Any) -> Assignment:
+        accounts.append(facts["account"])
+        return join(request, **facts)
 
     client.join = note_account  # type: ignore[method-assign]
     model = prepared(run)
@@ -133,11 +134,11 @@ def test_a_worker_whose_peer_dies_with_its_shard_restarts_and_keeps_its_place(ne
     client, model = client_of(run), prepared(run)
     join = client.join
 
-    def lose_a_shard(**request: Any) -> Assignment:
-        assignment = join(**request)
-        if request["shards"] is None:
+    def lose_a_shard(request: JoinRequest, **facts: Any) -> Assignment:
+        assignment = join(request, **facts)
+        if request.shards is None:
             return assignment
-        assert request["shards"] == (1, (0,)) and request["step"] == 1
+        assert request.shards == (1, (0,)) and request.step == 1
         return replace(assignment, source=None, receivers=(), first_step=None, resharding=None)
 
     client.join = lose_a_shard  # type: ignore[method-assign]
@@ -258,9 +259,9 @@ def test_a_last_step_in_which_different_workers_die_does_not_end_the_run(
 ) -> None:
     join, fail = FakeClient.join, PeerFailures(3, times=5)
 
-    def join_others(client: FakeClient, **request: Any) -> Assignment:
-        assignment = join(client, **request)
-        return replace(assignment, same_members=bool(client.failures[:-1]) and request["failure"] is None)
+    def join_others(client: FakeClient, request: JoinRequest, **facts: Any) -> Assignment:
+        assignment = join(client, request, **facts)
+        return replace(assignment, same_members=bool(client.failures[:-1]) and facts["failure"] is None)
 
     monkeypatch.setattr(FakeClient, "join", join_others)
     assert train_until(new_run(), 3, fail)["steps"] == 4 and len(fail.raised) == 5
@@ -283,10 +284,10 @@ def test_an_evaluation_that_fails_after_each_restart_of_a_sharded_run_ends_the_r
     run, steps = new_run(strategy="fsdp", checkpoint={"every_steps": 2}), list[int]()
     join = FakeClient.join
 
-    def lose_a_shard(client: FakeClient, **request: Any) -> Assignment:
-        assignment = join(client, **request)
+    def lose_a_shard(client: FakeClient, request: JoinRequest, **facts: Any) -> Assignment:
+        assignment = join(client, request, **facts)
         lost: dict[str, Any] = {"source": None, "first_step": None, "resharding": None}
-        return assignment if request["failure"] is None else replace(assignment, **lost)
+        return assignment if facts["failure"] is None else replace(assignment, **lost)
 
     monkeypatch.setattr(FakeClient, "join", lose_a_shard)
 
@@ -369,8 +370,8 @@ def test_a_failed_commit_in_a_generation_for_handover_does_not_end_the_run(
     def is_handover(client: FakeClient) -> bool:
         return 2 <= len(client.joins) < 2 + times
 
-    def join_for_handover(client: FakeClient, **request: Any) -> Assignment:
-        return replace(join(client, **request), handover_only=is_handover(client))
+    def join_for_handover(client: FakeClient, request: JoinRequest, **facts: Any) -> Assignment:
+        return replace(join(client, request, **facts), handover_only=is_handover(client))
 
     def fail_write(storage: Storage, key: str, data: Any) -> None:
         if key.startswith("step=") and is_handover(client_of(run)):

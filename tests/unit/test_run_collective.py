@@ -18,6 +18,7 @@ from elastic_ddp.distributed.assignment import Assignment
 from elastic_ddp.distributed.process_group import ProcessGroup
 from elastic_ddp.errors import WorkersFailedError
 from elastic_ddp.rendezvous.client import RunStopped
+from elastic_ddp.rendezvous.members import JoinRequest
 from elastic_ddp.worker.collective_tasks import Task
 from elastic_ddp.worker.generation import Generation
 from elastic_ddp.worker.membership import ConsecutiveFailures, RestartTraining
@@ -252,11 +253,11 @@ def test_a_worker_that_must_leave_during_an_evaluation_commits_its_state(
 ) -> None:
     run, committed, join = new_run(), list[int | None](), FakeClient.join
 
-    def join_for_handover(client: FakeClient, **request: Any) -> Assignment:
-        committed.append(request["committed"])
+    def join_for_handover(client: FakeClient, request: JoinRequest, **facts: Any) -> Assignment:
+        committed.append(request.committed)
         if len(committed) == 3:
             raise RunStopped("it left")
-        assignment = join(client, **request)
+        assignment = join(client, request, **facts)
         return replace(assignment, handover_only=len(committed) == 2, in_collective_task=False)
 
     def fail(_: Generation) -> float:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from elastic_ddp.config.run_config import RunConfig
 from elastic_ddp.distributed.assignment import Assignment
 from elastic_ddp.distributed.process_group import ProcessGroup
+from elastic_ddp.rendezvous.members import JoinRequest
 from elastic_ddp.storage.storage import Storage
 from elastic_ddp.worker.job import Job
 from elastic_ddp.worker.loop import Loop
@@ -34,10 +35,10 @@ class ClientOfTwo(FakeClient):
         super().__init__(group.assignment.store_port)
         self._own, self._others = group.assignment, others
 
-    def join(self, **request: Any) -> Assignment:
-        assignment = super().join(**request)
+    def join(self, request: JoinRequest, **facts: Any) -> Assignment:
+        assignment = super().join(request, **facts)
         number = len(self.joins)
-        own, other = request["step"], self._others[number - 1]
+        own, other = request.step, self._others[number - 1]
         steps = [own, other] if self._own.rank == 0 else [other, own]
         newest = max((step for step in steps if step is not None), default=None)
         return replace(
