@@ -22,7 +22,6 @@ from elastic_ddp.rendezvous.heartbeat import Heartbeat
 from elastic_ddp.rendezvous.members import JoinRequest, Member
 from elastic_ddp.rendezvous.messages import NO_SIGNALS, Ended, MemberRequest, PlannedAssignment, Signals
 from elastic_ddp.telemetry.event import Event
-from elastic_ddp.telemetry.events import StacksRecorded
 
 _log = logging.getLogger(__name__)
 
@@ -191,34 +190,25 @@ class RendezvousClient:
         """Answers a `MemberRequest`, with facts or an `error`. For any thread but the training thread: it blocks."""
         self._call(self._rendezvous.answer, self.member, number, answer)
 
-    def _receive_requests(self, requests: tuple[MemberRequest, ...]) -> None:
-        for request in requests:
-            self._received = request.number
-            if request.profile is not None:
-                self.profile_requests.put(request)
-            else:
-                self.answer(request.number, **self._stacks())
-
-    def _stacks(self) -> dict[str, Any]:
-        return {"place": self.activity.now.place, "stacks": stacks()}
-
     def _receive_signals(self) -> None:
-        aborted = shown = 0
+        aborted = 0
         while not self._closed.is_set():
             generation = self._generation
             try:
                 activity, poll = self.activity.report(), self._rendezvous.poll_signals
                 signals: Signals = self._call(poll, self.member, generation, self._progress, activity, self._received)
-                self._receive_requests(signals.requests)
+                for request in signals.requests:
+                    self._received = request.number
+                    if request.profile is not None:
+                        self.profile_requests.put(request)
+                    else:
+                        self.answer(request.number, place=self.activity.now.place, stacks=stacks())
             except ray.exceptions.RayError:
                 self.disconnected = True
                 return
             if generation != self._generation:
                 signals = replace(signals, **_OF_A_GENERATION)
             self.signals = signals
-            if signals.show_stacks not in (0, shown):
-                shown = signals.show_stacks
-                self.record(StacksRecorded(member=self.member.id, **self._stacks()))
             abort = self._abort
             if abort is not None and self._must_abort(signals) and (signals.ended is not None or aborted < generation):
                 aborted = generation

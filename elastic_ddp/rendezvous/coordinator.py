@@ -10,7 +10,7 @@ from typing import Any
 
 from elastic_ddp.distributed.assignment import Assignment
 from elastic_ddp.errors import ElasticDDPError, StorageError
-from elastic_ddp.rendezvous.event_log import EventLog, SenderClocks
+from elastic_ddp.rendezvous.event_log import EventLog
 from elastic_ddp.rendezvous.hang import STANDBY, ActivityReport, HangDetector
 from elastic_ddp.rendezvous.member_requests import MemberRequests
 from elastic_ddp.rendezvous.members import DrainNotice, JoinRequest, Member
@@ -70,7 +70,6 @@ class Coordinator:
         )
         self.membership = self.state.membership
         self.event_log = EventLog(self._snapshot)
-        self._clocks = SenderClocks()
         self._hangs = HangDetector(options.hang_timeout_s)
         self.member_requests = MemberRequests(self.state, self._apply_request)
         self._standbys: set[str] = set()
@@ -84,6 +83,8 @@ class Coordinator:
         self._not_joined: dict[str, float] = {}
         """Workers that were started and have not joined, and since when."""
         self._stacks_requested_at: float | None = None
+        """When all members of a hang were asked for their stacks, by `_stacks_request`."""
+        self._stacks_request = 0
         self._saver = ""
         """The member that is writing a checkpoint."""
 
@@ -165,11 +166,11 @@ class Coordinator:
     def _as_planned(self, place: tuple[int, int] | None) -> PlannedAssignment | None:
         return None if place is None else PlannedAssignment(*place, step=self.event_log.progress.get("step", 0))
 
-    def mark_failed(self, member: str, how: str) -> None:
+    def mark_failed(self, member: str, how: str, *, is_hang: bool = False) -> None:
         """Records that a member has failed, and ends its generation."""
         membership, starting = self.membership, self.state.attempts.starting.get(member)
         if membership.why_gone(member) is None:
-            self.state.attempts.record(membership, member, how, time.monotonic())
+            self.state.attempts.record(membership, member, how, time.monotonic(), is_hang=is_hang)
             membership.mark_failed(member, how)
             if membership.is_current(member):
                 self._record_failure(how, member=member)
@@ -219,7 +220,6 @@ class Coordinator:
             planned=self.planned_place_of(member.id) if reconfigure and membership.has_time(now_s, PREPARE_S) else None,
             commit=self.state.open_request,
             verify=self.state.open_verify_request if is_current else 0,
-            show_stacks=self.state.stacks_requests if is_current and self._stacks_requested_at is not None else 0,
             requests=self.member_requests.of(member.id, received),
         )
 
@@ -322,11 +322,13 @@ class Coordinator:
         if self.event_log.ended is not None or not self._hangs.is_hung(now_s):
             self._stacks_requested_at = None
         elif self._stacks_requested_at is None:
-            self.state.stacks_requests += 1
             self._stacks_requested_at = now_s
-            self._notify_members()
+            self._stacks_request = self.member_requests.request_stacks()
         elif now_s - self._stacks_requested_at >= STACKS_WITHIN_S:
             self._stacks_requested_at = None
+            for each in self.member_requests.answers(self._stacks_request) or []:
+                if each["rank"] is not None and "stacks" in (each["answer"] or {}):
+                    self.record(events.StacksRecorded(member=each["id"], **each["answer"]))
             self._end_hang(now_s)
 
     def _check_sections(self) -> None:
@@ -343,16 +345,14 @@ class Coordinator:
         places, verdict = self._hangs.places(), self._hangs.decide(is_broken=self.membership.failure is not None)
         facts: Any = {"places": places, "culprits": [*verdict.culprits], "seconds": self._hangs.timeout_s}
         self.record(events.HangDetected(generation=self.membership.generation, **facts))
+        self._hangs.begin(places, now_s)  # the other members get another timeout
         for member, how in verdict.culprits.items():
-            self.state.attempts.record(self.membership, member, how, now_s, is_hang=True)
-            self.membership.mark_failed(member, how)
-            self._record_failure(how, member=member)
+            self.mark_failed(member, how, is_hang=True)
         if verdict.failure is not None:
             self.membership.failure = verdict.failure
             self._record_failure(verdict.failure)
         if verdict.end is not None:
             self._fail(verdict.end)
-        self._hangs.begin(places, now_s)  # the other members get another timeout
         self.form()
 
     # Requests of users, nodes and members.
@@ -550,9 +550,11 @@ class Coordinator:
     def report(
         self, event: Event, progress: dict[str, Any] | None, sender: str = "", number: int = 0, sent_at: float = 0.0
     ) -> None:
-        """Takes an event for the ledger and a progress report, and does what follows from them. See `EventLog.add` and
-        `SenderClocks`."""
-        event = self._clocks.convert(event, sender, sent_at)
+        """Takes an event for the ledger and a progress report, and does what follows from them.
+
+        `sender` and `number` as in `EventLog.add`; `sent_at` as in `EventLog.by_own_clock`.
+        """
+        event = self.event_log.by_own_clock(event, sender, sent_at)
         has_failed = not self._is_in_good_standing(sender)
         if not has_failed:
             self.event_log.update_progress(progress)

@@ -39,6 +39,8 @@ class EventLog:
         self._newest: dict[str, Event] = {}
         self._last_numbers: dict[str, int] = {}
         """Number of the last event of each sender."""
+        self._behind_s: dict[str, float] = {}
+        """Seconds by which the clock of each sender is behind, at most: a call takes time, and may be repeated."""
         self._agreed: deque[tuple[str, ...]] = deque(maxlen=COMPARED)
         """The identities of the newest agreed events."""
         self._rate = MovingRate()
@@ -67,6 +69,17 @@ class EventLog:
         if progress is not None:
             self.progress = progress
             self._rate.add(time.monotonic(), progress.get("step", 0), progress.get("samples", 0))
+
+    def by_own_clock(self, event: Event, sender: str, sent_at: float) -> Event:
+        """Returns an event with its time by the clock of this machine, the driver's, and not by that of its sender.
+
+        `sent_at` is the sender's time as it sends the event; 0 if that is unknown.
+        """
+        if event.at is None or not sent_at:
+            return event
+        behind_s = time.time() - sent_at
+        self._behind_s[sender] = min(self._behind_s.get(sender, behind_s), behind_s)
+        return replace(event, at=event.at + self._behind_s[sender])
 
     def add(self, event: Event, sender: str = "", number: int = 0) -> bool:
         """Adds an event. Returns False if it is known: a sender numbers its events from 1, and may repeat a call.
@@ -147,22 +160,6 @@ class EventLog:
             return {"phases": None, "bottleneck": None}
         found = find_bottleneck(measured, nodes_of([formed] if formed is not None else [], measured))
         return {"phases": measured.to_json(), "bottleneck": None if found is None else found.to_json()}
-
-
-class SenderClocks:
-    """Converts the times of events from the clocks of their senders to the clock of this machine, the driver's."""
-
-    def __init__(self) -> None:
-        self._behind_s: dict[str, float] = {}
-        """Seconds by which the clock of each sender is behind, at most: a call takes time, and may be repeated."""
-
-    def convert(self, event: Event, sender: str, sent_at: float) -> Event:
-        """Returns the event with its time by this clock. `sent_at`: the sender's time as it sends it; 0 if unknown."""
-        if event.at is None or not sent_at:
-            return event
-        behind_s = time.time() - sent_at
-        self._behind_s[sender] = min(self._behind_s.get(sender, behind_s), behind_s)
-        return replace(event, at=event.at + self._behind_s[sender])
 
 
 def _identity(event: AgreedEvent) -> tuple[str, ...]:

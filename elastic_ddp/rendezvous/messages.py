@@ -65,8 +65,6 @@ class Signals:
     """Number of a request to commit at the next step boundary; 0 for none."""
     verify: int = 0
     """Number of a request for a verified step; 0 for none."""
-    show_stacks: int = 0
-    """Number of a request to record the stacks of all threads; 0 for none."""
     requests: tuple[MemberRequest, ...] = ()
     """Requests to the member that it has not received yet."""
 

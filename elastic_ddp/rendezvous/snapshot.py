@@ -16,9 +16,8 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from elastic_ddp.rendezvous.attempts import Attempts
+from elastic_ddp.rendezvous.attempts import Attempts, Shortfall
 from elastic_ddp.rendezvous.membership import Membership
-from elastic_ddp.rendezvous.shortfall import Shortfall
 
 
 @dataclass
@@ -44,8 +43,6 @@ class State:
     """Number of failed saves since the newest commit, on any rank."""
     recorded_dismissals: int = 0
     """Number of dismissed members that have a `worker_left` event."""
-    stacks_requests: int = 0
-    """Number of requests to record stacks so far."""
     member_requests: int = 0
     """Number of requests to members so far; see `MemberRequests`."""
     attempts: Attempts = field(default_factory=Attempts)

@@ -29,16 +29,20 @@ def test_a_hanging_worker_fails_after_all_have_recorded_their_stacks(
             received = []
             while not (received and (received[-1].failed_generation or received[-1].ended)):
                 received.append(await rendezvous.poll_signals(member("a", rank), 1, None, at_place(7, place)))
+                for request in received[-1].requests:
+                    await rendezvous.answer(member("a", rank), request.number, {"place": place, "stacks": f"{rank}"})
                 await asyncio.sleep(0)  # lets other tasks run
             return received
 
-        waits, hangs = await asyncio.gather(poll(0, "reduction"), poll(1, "forward"))
-        assert any(signals.show_stacks for signals in waits) and any(signals.show_stacks for signals in hangs)
+        _, hangs = await asyncio.gather(poll(0, "reduction"), poll(1, "forward"))
         assert "hung in 'forward' for 0.3 s (hang_timeout_s)" in str(hangs[-1].ended)
+        recorded = [(event.member, event.stacks) for event in await events_of(rendezvous, "stacks_recorded")]
+        assert recorded == [("a0", "0"), ("a1", "1")]
         (hang,) = await events_of(rendezvous, "hang_detected")
         assert hang.culprits == ["a1"] and hang.places == {"a0": "reduction", "a1": "forward"}
         assert isinstance(await join(rendezvous, member("a", 0), 1, 5), Assignment)
-        assert await rendezvous.poll_signals(member("a", 0), 2, None) == NO_SIGNALS, "stacks are not requested any more"
+        signals = await rendezvous.poll_signals(member("a", 0), 2, None, received=1)
+        assert signals == NO_SIGNALS, "stacks are not requested any more"
 
     play(scenario, hang_options(0.3))
 
