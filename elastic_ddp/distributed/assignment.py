@@ -42,14 +42,11 @@ class Resharding:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Assignment:
-    """A member's place in a generation, assigned by the rendezvous."""
+class Formation:
+    """How a generation was formed, for all of its members."""
 
-    generation: int
-    rank: int
-    world_size: int
-    store_host: str
-    store_port: int
+    reason: str
+    """Why it was formed, for the ledger."""
     source: int | None = None
     """The rank that sends its state to the receivers. None if no rank has a state: the newest commit is restored."""
     receivers: tuple[int, ...] = ()
@@ -59,19 +56,28 @@ class Assignment:
     handover_only: bool = False
     """The generation makes no step. Its members hand over or commit the state, and rejoin."""
     resharding: Resharding | None = None
-    """Set if the state is in shards."""
+    """How the shards of the state change hands; None if it is not in shards."""
     same_members: bool = False
     """The generation has the members of the one before it."""
     in_collective_task: bool = False
     """Some members are in a collective task outside of a step, which others may have finished."""
     shard_size: int | None = None
     """How many neighbouring ranks share the state if it is sharded; None for all."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Assignment(Formation):
+    """A member's place in a generation, assigned by the rendezvous."""
+
+    generation: int
+    rank: int
+    world_size: int
+    store_host: str
+    store_port: int
     num_nodes: int = 1
     """The number of nodes of the generation's workers."""
     largest_node: int = 1
     """The number of workers of the generation on the node that has the most. The ranks of a node are consecutive."""
-    reason: str
-    """Why the generation was formed, for the ledger."""
 
     @property
     def num_shards(self) -> int:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Set
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import TypeAlias
 
-from elastic_ddp.distributed.assignment import Assignment, Resharding, Shards
+from elastic_ddp.distributed.assignment import Assignment, Formation, Resharding, Shards
 from elastic_ddp.telemetry.event import STARTED, WORKER_FAILED
 from elastic_ddp.telemetry.events import GenerationFormed
 
@@ -99,29 +99,12 @@ class JoinRequest:
 
 
 @dataclass(frozen=True, kw_only=True)
-class FormedGeneration:
+class FormedGeneration(Formation):
     """The members of a generation, and the state that it starts from."""
 
     number: int
     members: tuple[Member, ...]
     """In rank order."""
-    source: int | None
-    """Rank of the most advanced member, which sends its state; None if no member holds a state."""
-    receivers: tuple[int, ...]
-    """Ranks that receive the state; all others hold it already."""
-    first_step: int | None
-    """Steps done in that state."""
-    reason: str
-    handover_only: bool = False
-    """It makes no step: leaving members transfer the state, or commit it, and all request another generation."""
-    resharding: Resharding | None = None
-    """How shards change hands; None if there are none."""
-    shard_size: int | None = None
-    """How many neighbouring ranks share a sharded state; None for all."""
-    same_members: bool = False
-    """Whether it has the members of the previous generation."""
-    in_collective_task: bool = False
-    """Some members are inside a collective task outside of steps, which others may have finished."""
     waited_s: float = 0.0
     """Seconds for which there had been too few workers."""
 
@@ -133,20 +116,12 @@ class FormedGeneration:
     def assignments(self, store_host: str, store_port: int) -> dict[str, Assignment]:
         """Returns the place of each member, by its id."""
         of_rank_0 = Assignment(
+            **{each.name: getattr(self, each.name) for each in fields(Formation)},
             generation=self.number,
             rank=0,
             world_size=len(self.members),
             store_host=store_host,
             store_port=store_port,
-            source=self.source,
-            receivers=self.receivers,
-            reason=self.reason,
-            first_step=self.first_step,
-            handover_only=self.handover_only,
-            resharding=self.resharding,
-            shard_size=self.shard_size,
-            same_members=self.same_members,
-            in_collective_task=self.in_collective_task,
             num_nodes=len({member.node_id for member in self.members}),
             largest_node=max(Counter(member.node for member in self.members).values()),
         )
@@ -169,20 +144,17 @@ class FormedGeneration:
         )
 
 
-def describe_change(before: Set[str], after: Set[str]) -> str:
-    """Returns text for the difference between the members of two generations, such as "workers joined"."""
-    moved = {"joined": after - before, "left": before - after}
-    changes = [change for change, members in moved.items() if members]
-    return f"workers {' and '.join(changes)}" if changes else "formed again"
-
-
 def reason_for(before: FormedGeneration | None, failure: str | None, after: Set[str], *, handover_only: bool) -> str:
     """Returns why a generation with the members `after` follows `before`, which has ended with `failure`."""
     if before is None:
         return STARTED
     if failure not in (None, OVERDUE):
         return WORKER_FAILED
-    return "workers leave" if handover_only else describe_change(before.ids, after)
+    if handover_only:
+        return "workers leave"
+    moved = {"joined": after - before.ids, "left": before.ids - after}
+    changes = [change for change, members in moved.items() if members]
+    return f"workers {' and '.join(changes)}" if changes else "formed again"
 
 
 def newest_of(requests: list[JoinRequest]) -> Progress | None:
@@ -207,6 +179,12 @@ def holds(request: JoinRequest, progress: Progress | None) -> bool:
     if request.step is None:
         return False
     return progress == request.progress or (request.can_finish and progress == (request.step + 1, 0))
+
+
+def holders_of_newest(requests: list[JoinRequest]) -> list[JoinRequest]:
+    """Returns the requests of members that hold the newest state among them, or shards of it."""
+    newest = newest_of(requests)
+    return [request for request in requests if holds(request, newest)]
 
 
 def held_of(request: JoinRequest, progress: Progress | None, num: int) -> tuple[int, ...]:

@@ -17,7 +17,7 @@ from elastic_ddp.rendezvous.members import (
     by_seniority,
     has_group_joined,
     has_shards,
-    holds,
+    holders_of_newest,
     is_committed,
     keeps_state,
     largest_size,
@@ -332,8 +332,7 @@ class Membership:
             if not sources:  # no other member can finish the task
                 return self._begin(requests, now_s)
             if not is_committed(requests):
-                sending = [request for request in requests if holds(request, newest)]
-                sending = sending if has_shards(requests) else sources[:1]
+                sending = holders_of_newest(requests) if has_shards(requests) else sources[:1]
                 others = staying or self._newcomers()[: max(0, self.limit - len(sending))]
                 chosen = [*sending, *(request for request in others if request not in sending)]
                 formed = self._begin(chosen, now_s, handover_only=True)
@@ -357,12 +356,11 @@ class Membership:
         most = self._most_of(staying)
         if has_shards(requests) and not keeps_state(staying[:most], requests):
             staying = replicas_last(staying)
-        if has_shards(requests) and not keeps_state(staying[:most], requests):
-            # All members that hold a shard hand over the rows that others keep.
-            newest = newest_of(requests)
-            holding = [request for request in requests if holds(request, newest)]
-            others = [request for request in staying if request not in holding]
-            return [*holding, *others[: max(0, self.max_workers - len(holding))]], True
+            if not keeps_state(staying[:most], requests):
+                # All members that hold a shard hand over the rows that others keep.
+                holding = holders_of_newest(requests)
+                others = [request for request in staying if request not in holding]
+                return [*holding, *others[: max(0, self.max_workers - len(holding))]], True
         if not keeps_state(staying, requests):
             # Only leaving members hold the newest state. One of them transfers it, or commits it if no member can
             # receive it. That matters more than min_workers.
@@ -371,9 +369,7 @@ class Membership:
         if len(chosen) >= least:
             return chosen, False
         if self.commit_wanted and not is_committed(requests):
-            newest = newest_of(requests)
-            holding = [request for request in requests if holds(request, newest)]
-            return holding if has_shards(requests) else select_with_newest(requests, 1), True
+            return holders_of_newest(requests) if has_shards(requests) else select_with_newest(requests, 1), True
         return [], False
 
     def _begin(self, chosen: list[JoinRequest], now_s: float, *, handover_only: bool = False) -> FormedGeneration:
