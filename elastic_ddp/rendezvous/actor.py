@@ -68,27 +68,20 @@ RENDEZVOUS_PREFIX = "rendezvous-"
 _REQUESTS = "_coordinator.member_requests"
 
 
-def _at_once(
-    method: Callable[Concatenate[Any, P], T], owner: str = "_coordinator"
+def _method_of(
+    method: Callable[Concatenate[Any, P], T], owner: str = "_coordinator", *, polled: bool = False
 ) -> Callable[Concatenate[Rendezvous, P], Coroutine[Any, Any, T]]:
-    """Makes a method of the coordinator, or of a part of it, one of the actor."""
+    """Makes a method of the coordinator, or of a part of it, one of the actor.
+
+    If it is `polled`, it returns None while it has no answer; a call then waits for a change, or for a long poll.
+    """
 
     async def call(self: Rendezvous, /, *arguments: P.args, **options: P.kwargs) -> T:
-        return method(attrgetter(owner)(self), *arguments, **options)
-
-    return functools.update_wrapper(call, method)
-
-
-def _polled(
-    method: Callable[Concatenate[Coordinator, P], T | None],
-) -> Callable[Concatenate[Rendezvous, P], Coroutine[Any, Any, T | None]]:
-    """The same for a method that returns None while it has no answer: the call then waits for a long poll."""
-
-    async def call(self: Rendezvous, /, *arguments: P.args, **options: P.kwargs) -> T | None:
-        answer = method(self._coordinator, *arguments, **options)
-        if answer is None and self._coordinator.event_log.outcome is None:
+        part, log = attrgetter(owner)(self), self._coordinator.event_log
+        answer = method(part, *arguments, **options)
+        if polled and answer is None and log.outcome is None:
             await self._for_members.wait()
-            answer = method(self._coordinator, *arguments, **options)
+            answer = method(part, *arguments, **options)
         return answer
 
     return functools.update_wrapper(call, method)
@@ -186,15 +179,15 @@ class Rendezvous:
             signals = self._coordinator.signals(member, generation, received)
         return signals
 
-    plan_join = _at_once(Coordinator.plan_join)
-    answer = _at_once(MemberRequests.answer, _REQUESTS)
-    report = _at_once(Coordinator.report)
-    why_not_commit = _at_once(Coordinator.why_not_commit)
-    leave = _at_once(Coordinator.leave)
-    exclude = _at_once(Coordinator.exclude)
-    retire = _at_once(Coordinator.retire)
-    end = _at_once(Coordinator.end)
-    _on_failure = _at_once(Coordinator.mark_failed)
+    plan_join = _method_of(Coordinator.plan_join)
+    answer = _method_of(MemberRequests.answer, _REQUESTS)
+    report = _method_of(Coordinator.report)
+    why_not_commit = _method_of(Coordinator.why_not_commit)
+    leave = _method_of(Coordinator.leave)
+    exclude = _method_of(Coordinator.exclude)
+    retire = _method_of(Coordinator.retire)
+    end = _method_of(Coordinator.end)
+    _on_failure = _method_of(Coordinator.mark_failed)
 
     # The controller and the driver.
 
@@ -212,22 +205,22 @@ class Rendezvous:
             await self._for_driver.wait()
         return self._coordinator.driver_update(after)
 
-    set_waiting_for = _at_once(Coordinator.set_waiting_for)
+    set_waiting_for = _method_of(Coordinator.set_waiting_for)
 
     # `RunHandle` and the CLI.
 
-    status = _at_once(Coordinator.status)
-    stop = _at_once(Coordinator.stop)
-    drain = _at_once(Coordinator.drain)
-    undrain = _at_once(Coordinator.undrain)
-    resize = _at_once(Coordinator.resize)
-    checkpoint = _at_once(Coordinator.checkpoint)
-    committed = _polled(Coordinator.committed)
-    verify = _at_once(Coordinator.verify)
-    verified = _polled(Coordinator.verified)
-    request_stacks = _at_once(MemberRequests.request_stacks, _REQUESTS)
-    request_profile = _at_once(MemberRequests.request_profile, _REQUESTS)
-    answers = _at_once(MemberRequests.answers, _REQUESTS)
+    status = _method_of(Coordinator.status)
+    stop = _method_of(Coordinator.stop)
+    drain = _method_of(Coordinator.drain)
+    undrain = _method_of(Coordinator.undrain)
+    resize = _method_of(Coordinator.resize)
+    checkpoint = _method_of(Coordinator.checkpoint)
+    committed = _method_of(Coordinator.committed, polled=True)
+    verify = _method_of(Coordinator.verify)
+    verified = _method_of(Coordinator.verified, polled=True)
+    request_stacks = _method_of(MemberRequests.request_stacks, _REQUESTS)
+    request_profile = _method_of(MemberRequests.request_profile, _REQUESTS)
+    answers = _method_of(MemberRequests.answers, _REQUESTS)
 
     # Background tasks.
 

@@ -1,4 +1,4 @@
-"""Decides who forms the next generation: a state machine without Ray, clocks or threads."""
+"""Who is in a run, and when its generations end: a state machine without Ray, clocks or threads."""
 
 from __future__ import annotations
 
@@ -13,6 +13,9 @@ from elastic_ddp.rendezvous.members import (
     FormedGeneration,
     JoinRequest,
     Member,
+)
+from elastic_ddp.rendezvous.planner import (
+    Planner,
     by_node,
     by_seniority,
     has_group_joined,
@@ -20,12 +23,9 @@ from elastic_ddp.rendezvous.members import (
     holders_of_newest,
     is_committed,
     keeps_state,
-    largest_size,
     newest_of,
     reason_for,
-    replicas_last,
     resharding,
-    select_with_newest,
     shared_by,
 )
 
@@ -162,7 +162,7 @@ class Membership:
         if self.current is None or self.failure is not None or self.current.handover_only:
             return False
         running = {*self._split()[1]} - self._waiting.keys() - self._interrupted_for
-        overdue = {member for member in running if self._is_overdue(member, now_s)}
+        overdue = set(filter(self._planner(now_s).is_overdue, running))
         self._interrupted_for |= overdue
         self.failure = OVERDUE if overdue else None
         return bool(overdue)
@@ -241,7 +241,7 @@ class Membership:
         """Whether the members of a healthy generation should end it at their next step boundary."""
         if not self._is_healthy() or not self._is_change_due(now_s):
             return False
-        chosen, handover_only = self._choose(self._expected_requests(now_s), now_s)
+        chosen, handover_only = self._planner(now_s).choose(self._expected_requests(now_s))
         return handover_only or {request.member.id for request in chosen} != {member.id for member in self._alive()}
 
     def _is_change_due(self, now_s: float) -> bool:
@@ -260,14 +260,14 @@ class Membership:
 
     def has_time(self, now_s: float, needed_s: float) -> bool:
         """Whether no leaving member becomes overdue within `needed_s`."""
-        return not any(self._is_overdue(member, now_s + needed_s) for member in self._split()[1])
+        return not any(map(self._planner(now_s + needed_s).is_overdue, self._split()[1]))
 
     def plan(self, now_s: float, joining: Member | None = None) -> dict[str, tuple[int, int]]:
         """Returns the rank of each member in the next generation and its size; empty if that is not known. A worker
         that has not joined yet can be included."""
         if not self._is_healthy():
             return {}
-        chosen, handover_only = self._choose(self._expected_requests(now_s, joining), now_s)
+        chosen, handover_only = self._planner(now_s).choose(self._expected_requests(now_s, joining))
         requests = [] if handover_only else by_node(chosen)
         return {request.member.id: (rank, len(requests)) for rank, request in enumerate(requests)}
 
@@ -288,18 +288,19 @@ class Membership:
         if not survivors and not has_group_joined(self._waiting.values(), now_s):
             return None
         requests = by_seniority(self._waiting.values(), survivors)
-        chosen, handover_only = self._choose(requests, now_s)
+        planner = self._planner(now_s)
+        chosen, handover_only = planner.choose(requests)
         taken = {request.member.id for request in chosen}
         left_out = [request.member.id for request in requests if request.member.id not in taken]
         if not chosen:
             self._too_few_since = now_s if self._too_few_since is None else self._too_few_since
-            if keeps_state(self._staying(requests), requests):
+            if keeps_state(planner.staying(requests), requests):
                 for member in left_out:
                     if member in self._leaving and self._leaving[member].is_urgent(now_s):
                         self._dismiss(member)
             return None
         formed = self._begin(chosen, now_s, handover_only=handover_only)
-        room = self.limit - len(self._staying(chosen))
+        room = self.limit - len(planner.staying(chosen))
         for member in left_out:
             stands_by = self.may_stand_by and room > 0
             room -= stands_by or member not in survivors
@@ -324,7 +325,8 @@ class Membership:
                 if request.progress != newest and request.member.id in self._leaving:
                     self._dismiss(request.member.id)
             requests = [request for request in requests if request.progress == newest]
-        going = [request for request in requests if self._is_overdue(request.member.id, now_s)]
+        planner = self._planner(now_s)
+        going = [request for request in requests if planner.is_overdue(request.member.id)]
         staying = [request for request in requests if request not in going]
         if not staying or not keeps_state(staying, requests):
             newest = newest_of(requests)
@@ -345,36 +347,11 @@ class Membership:
         in_task = any(not request.between_steps for request in staying)
         return self._begin(staying, now_s) if in_task else None
 
-    def _choose(self, requests: list[JoinRequest], now_s: float) -> tuple[list[JoinRequest], bool]:
-        """Returns the members of the next generation, senior ones first, and whether it only transfers the state.
-        Returns no members if there are too few."""
-        least = self._least
-        staying = self._staying(requests)
-        notices = [self._leaving[request.member.id] for request in requests if request.member.id in self._leaving]
-        if len(staying) < least and notices and not any(notice.is_urgent(now_s) for notice in notices):
-            staying = requests  # leaving members are needed, and have the time
-        most = self._most_of(staying)
-        if has_shards(requests) and not keeps_state(staying[:most], requests):
-            staying = replicas_last(staying)
-            if not keeps_state(staying[:most], requests):
-                # All members that hold a shard hand over the rows that others keep.
-                holding = holders_of_newest(requests)
-                others = [request for request in staying if request not in holding]
-                return [*holding, *others[: max(0, self.max_workers - len(holding))]], True
-        if not keeps_state(staying, requests):
-            # Only leaving members hold the newest state. One of them transfers it, or commits it if no member can
-            # receive it. That matters more than min_workers.
-            return [*select_with_newest(requests, 1), *staying[: self.limit - 1]], True
-        chosen = select_with_newest(staying, most)
-        if len(chosen) >= least:
-            return chosen, False
-        if self.commit_wanted and not is_committed(requests):
-            return holders_of_newest(requests) if has_shards(requests) else select_with_newest(requests, 1), True
-        return [], False
-
     def _begin(self, chosen: list[JoinRequest], now_s: float, *, handover_only: bool = False) -> FormedGeneration:
         """Makes the chosen members the current generation."""
         chosen, newest = by_node(chosen), newest_of(chosen)
+        survivors = [member.id for member in self._alive()]
+        keepers = self._planner(now_s).keepers(chosen, survivors, self._fewest, handover_only=handover_only)
         self.generation += 1
         ids = {request.member.id for request in chosen}
         formed = FormedGeneration(
@@ -387,7 +364,7 @@ class Membership:
             first_step=None if newest is None else newest[0],
             reason=reason_for(self.current, self.failure, ids, handover_only=handover_only),
             handover_only=handover_only,
-            resharding=resharding(chosen, self._keepers(chosen, handover_only=handover_only), self.shard_size),
+            resharding=resharding(chosen, keepers, self.shard_size),
             shard_size=shared_by(chosen, self.shard_size),
             same_members=self.current is not None and self.current.ids == ids,
             in_collective_task=not handover_only and any(not request.between_steps for request in chosen),
@@ -399,25 +376,22 @@ class Membership:
         self.current, self.failure = formed, None
         return formed
 
-    def _keepers(self, chosen: list[JoinRequest], *, handover_only: bool) -> set[str]:
-        """Returns the members that have shards in a generation, or after a `handover_only` one. If no member stays, all
-        have, to commit them."""
-        staying = by_seniority(self._staying(chosen), [member.id for member in self._alive()])
-        most = self._most_of(staying)
-        if handover_only and most < self._fewest:
-            most = 0  # they have no memory for it: all commit
-        keeping = (staying[:most] or chosen) if handover_only else chosen
-        return {request.member.id for request in keeping}
-
     @property
     def may_stand_by(self) -> bool:
         """Whether workers may have to wait because a generation cannot have every size."""
         return self.evenly_divided is not None or self.shard_size is not None
 
-    def _most_of(self, staying: list[JoinRequest]) -> int:
-        """Returns how many of the members that stay can form a generation, senior ones first."""
-        options = {"micro_batches": self.evenly_divided, "shard_size": self.shard_size}
-        return largest_size(staying, self.limit, **options)
+    def _planner(self, now_s: float) -> Planner:
+        return Planner(
+            least=self._least,
+            limit=self.limit,
+            max_workers=self.max_workers,
+            micro_batches=self.evenly_divided,
+            shard_size=self.shard_size,
+            commit_wanted=self.commit_wanted,
+            leaving=self._leaving,
+            now_s=now_s,
+        )
 
     def ranks(self) -> list[tuple[int, Member]]:
         """Returns the members of the current generation that have not failed or left, with their ranks."""
@@ -432,9 +406,6 @@ class Membership:
         alive = [member.id for member in self._alive()]
         return [id for id in alive if id not in self._leaving], [id for id in alive if id in self._leaving]
 
-    def _staying(self, requests: list[JoinRequest]) -> list[JoinRequest]:
-        return [request for request in requests if request.member.id not in self._leaving]
-
     def _newcomers(self) -> list[JoinRequest]:
         """Waiting members that were not in the last generation, senior ones first."""
         newcomers = [request for request in self._waiting.values() if not self.is_current(request.member.id)]
@@ -447,6 +418,3 @@ class Membership:
         if joining is not None and all(request.member.id != joining.id for request in requests):
             requests.append(JoinRequest(member=joining, step=None, between_steps=True, at_s=now_s))
         return requests
-
-    def _is_overdue(self, member: str, now_s: float) -> bool:
-        return member in self._leaving and self._leaving[member].is_overdue(now_s)

@@ -10,7 +10,8 @@ import pytest
 from elastic_ddp.config.run_config import RunConfig
 from elastic_ddp.distributed.assignment import Resharding, Shards
 from elastic_ddp.errors import ConfigError
-from elastic_ddp.rendezvous.members import JoinRequest, Member, largest_size, resharding, shared_by
+from elastic_ddp.rendezvous.members import JoinRequest, Member
+from elastic_ddp.rendezvous.planner import largest_size, resharding, shared_by
 from tests.fsdp_workers import Fault, Plan, generations, hashes, hold, wait_for_size, workers
 from tests.unit.test_fsdp_deaths import trained
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from elastic_ddp.rendezvous.members import GROUP_WAIT_S
 from elastic_ddp.rendezvous.membership import BATCH_S, LEFT, PROCESS_GONE
+from elastic_ddp.rendezvous.planner import GROUP_WAIT_S
 from tests.unit.membership_harness import AT_ONCE, BROKEN, FAILED, MembershipHarness, harness_of, ids_of
 
 # The first generation.

@@ -8,8 +8,9 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from elastic_ddp.rendezvous.members import GROUP_WAIT_S, FormedGeneration, JoinRequest, Member
+from elastic_ddp.rendezvous.members import FormedGeneration, JoinRequest, Member
 from elastic_ddp.rendezvous.membership import BATCH_S, Membership
+from elastic_ddp.rendezvous.planner import GROUP_WAIT_S
 from tests.unit.membership_harness import AT_ONCE, BROKEN, FAILED, member
 
 
