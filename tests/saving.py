@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from elastic_ddp.checkpoint import CheckpointStore, Commit, Save, Saver
-from elastic_ddp.storage.retry import RetryingStorage
 from elastic_ddp.storage.storage import Storage
+from elastic_ddp.storage.watchdog import WatchedStorage
 from tests.unit.test_checkpoint import keys_of, make_state, restored_step
 
 PART_BYTES = 5 << 20
@@ -62,10 +62,8 @@ class FileMailbox:
 class Ranks:
     """The savers of several ranks, which save the same states to one storage."""
 
-    def __init__(
-        self, storage: Callable[[int], Storage], world_size: int, *, keep: int = 2, retry_s: float = 0.0
-    ) -> None:
-        self.storages = [RetryingStorage(storage(rank), retry_for_s=retry_s) for rank in range(world_size)]
+    def __init__(self, storage: Callable[[int], Storage], world_size: int, *, keep: int = 2) -> None:
+        self.storages = [WatchedStorage(storage(rank)) for rank in range(world_size)]
         self.savers = [
             Saver(storage, CheckpointStore(storage, keep=keep), of_rank_0=frozenset({"user"}))
             for storage in self.storages
@@ -104,11 +102,9 @@ class Ranks:
         return self.ended[-1]
 
 
-def save_on_ranks(
-    storages: Sequence[Storage], step: int, *, retry_s: float = 0.0, state: dict[str, Any] | None = None
-) -> Commit | Exception:
+def save_on_ranks(storages: Sequence[Storage], step: int, *, state: dict[str, Any] | None = None) -> Commit | Exception:
     """Returns the outcome of a save by one rank for each storage."""
-    ranks = Ranks(lambda rank: storages[rank], len(storages), retry_s=retry_s)
+    ranks = Ranks(lambda rank: storages[rank], len(storages))
     ranks.begin(step, state=state)
     outcome: Commit | Exception = ranks.wait()
     return outcome

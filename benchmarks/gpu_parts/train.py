@@ -216,7 +216,7 @@ def elastic_places() -> list[Place]:
 
 def elastic_commands(run: Any, model: torch.nn.Module, gate: Gate, side: Side) -> dict[str, Callable[..., Command]]:
     from elastic_ddp.checkpoint import CommitCatalog
-    from elastic_ddp.storage.retry import RetryingStorage
+    from elastic_ddp.storage.watchdog import WatchedStorage
     from elastic_ddp.worker.commit_schedule import CommitSchedule
     from elastic_ddp.worker.job import COMMITS
     from elastic_ddp.worker.restore import restore
@@ -254,14 +254,14 @@ def elastic_commands(run: Any, model: torch.nn.Module, gate: Gate, side: Side) -
                 yield
                 beside.append(time.perf_counter() - begin)
             write_s.append(time.perf_counter() - began_at)
-        newest = CommitCatalog(RetryingStorage(run._loop.job.storage.at(COMMITS))).latest()
+        newest = CommitCatalog(WatchedStorage(run._loop.job.storage.at(COMMITS))).latest()
         num_bytes = newest.num_bytes if newest is not None else 0
         return {"alone_s": alone, "held_s": held, "beside_s": beside, "write_s": write_s, "num_bytes": num_bytes}
 
     def restore_newest(command: dict[str, Any]) -> Command:
         """Restores the newest commit into the model and the optimizer, which then continue from their old position."""
         yield from ()
-        loop, storage = run._loop, RetryingStorage(run._loop.job.storage.at(COMMITS))
+        loop, storage = run._loop, WatchedStorage(run._loop.job.storage.at(COMMITS))
         read_s, load_s = [], []
         for _ in range(command["rounds"]):
             position, begin = loop.state.position, time.perf_counter()

@@ -134,7 +134,7 @@ class CheckpointStore(CommitCatalog):
             if number:
                 fence()
             try:
-                self._storage.create(commit.key, manifest, before_retry=fence)
+                self._storage.create(commit.key, manifest)
                 return commit
             except FileExistsError:
                 existing = self._existing(commit.step, commit.record, fence)

@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from elastic_ddp.errors import DataError
-from elastic_ddp.storage.retry import RetryingStorage
 
 if TYPE_CHECKING:
     import ray.data
@@ -44,7 +43,7 @@ def materialize(
         if not any(key.endswith(".parquet") for key in storage.list(name)):
             raise DataError("the ray.data.Dataset has no rows. Pass one that has.")
         if old_folder is None:
-            RetryingStorage(storage).create(_MARKER, marker)
+            storage.create(_MARKER, marker)
         else:
             storage.write(_MARKER, marker)
     except FileExistsError:  # another driver of this run wrote a copy first, or the answer to our own request was lost

@@ -48,8 +48,7 @@ def is_permanent(error: BaseException | None) -> bool:
     """Returns whether a retry cannot succeed, such as without permission, space or a bucket."""
     code, status, _ = s3_answer(error)
     if code:
-        # A completed multipart upload no longer exists: its answer was lost, and the client repeated the request.
-        return (status in _PERMANENT_STATUS and code != "NoSuchUpload") or code in _BAD_CREDENTIALS
+        return status in _PERMANENT_STATUS or code in _BAD_CREDENTIALS
     return any(
         isinstance(cause, PermissionError | FileNotFoundError | NotADirectoryError | NotImplementedError)
         or getattr(cause, "errno", None) in _PERMANENT

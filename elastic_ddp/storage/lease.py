@@ -23,7 +23,6 @@ from typing import Any, NamedTuple, Self
 
 from elastic_ddp.errors import ConfigError, DriverReplacedError, StorageError
 from elastic_ddp.storage.lease_holder import Driver
-from elastic_ddp.storage.retry import RetryingStorage
 from elastic_ddp.storage.storage import Storage
 
 _log = logging.getLogger(__name__)
@@ -212,7 +211,7 @@ class DriverLease:
         self.session = self._name_session(term)
         self._driver = replace(self._driver, session=self.session)
         with suppress(FileExistsError):  # perhaps this driver created it, and only the answer was lost
-            RetryingStorage(self._storage).create(_key(term), self._content())
+            self._storage.create(_key(term), self._content())
             self._term = term
         newest = _read_newest(self._storage)
         if newest is None or newest.driver.session != self.session:

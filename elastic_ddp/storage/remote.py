@@ -107,9 +107,13 @@ class RemoteFolder(Folder):
         """Returns the file system and this folder's path in it."""
         # An async file system belongs to the event loop of its process, so a fork opens its own.
         if self._opened is None or self._opened[0] != os.getpid():
-            fs, base = url_to_fs(self.uri, use_listings_cache=False)
+            fs, base = url_to_fs(self.uri, use_listings_cache=False, **self._options())
             self._opened = (os.getpid(), fs, str(base).rstrip("/"))
         return self._opened[1:]
+
+    def _options(self) -> dict[str, Any]:
+        """Returns further options of the file system."""
+        return {}
 
     def _locate(self, key: str) -> tuple[Any, str]:
         """Returns the file system and the path of an object in it."""

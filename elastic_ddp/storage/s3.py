@@ -1,18 +1,22 @@
-"""Objects on S3: what fsspec cannot do there, or does with more memory."""
+"""Objects on S3: what fsspec cannot do there, or does with more memory. The client libraries retry failed requests."""
 
 from __future__ import annotations
 
 import errno
+import os
 import uuid
 from contextlib import suppress
 from typing import Any
 
+import fsspec.config
 from fsspec.asyn import sync
 
 from elastic_ddp.storage.errors import is_permanent, is_unsupported, s3_answer
 from elastic_ddp.storage.folder import Upload
 from elastic_ddp.storage.remote import RemoteFolder
 
+RETRIES = {"mode": "standard", "total_max_attempts": 6}
+"""botocore pauses for 15 s on average between these. After a broken connection, s3fs starts over up to 4 times."""
 PART_BYTES = 8 << 20
 """Size of one part of a large object."""
 PARALLEL_PARTS = 2
@@ -27,7 +31,9 @@ class S3Folder(RemoteFolder):
     def read_into(self, key: str, start: int, buffer: memoryview) -> int:
         """Copies the response into `buffer` as it arrives. fsspec would hold it twice in memory."""
         fs, path = self._locate(key)
-        count: int = sync(fs.loop, _read_into, fs, path, start, buffer)
+        from s3fs.core import _error_wrapper
+
+        count: int = sync(fs.loop, _error_wrapper, _read_into, args=(fs, path, start, buffer), retries=fs.retries)
         return count
 
     def write(self, key: str, data: bytes | memoryview) -> None:
@@ -35,13 +41,19 @@ class S3Folder(RemoteFolder):
             super().write(key, data)
             return
         fs, path = self._locate(key)
-        fs.pipe_file(path, _Parts(data), chunksize=PART_BYTES, max_concurrency=PARALLEL_PARTS)
+        try:
+            fs.pipe_file(path, _Parts(data), chunksize=PART_BYTES, max_concurrency=PARALLEL_PARTS)
+        except Exception as error:
+            # The answer to the completion of the upload was lost, and the client's second request found no upload.
+            if s3_answer(error)[0] != "NoSuchUpload" or self.size(key) != len(data):
+                raise
 
     def create(self, key: str, data: bytes) -> None:
         """Sends one conditional PUT with a unique mark, so that this writer recognizes its own object.
 
         s3fs repeats a request whose connection broke, so a refusal may be the result of its own first try. Ceph 16
-        refuses with EINVAL instead of "exists". In both cases the mark of the stored object decides.
+        refuses with EINVAL instead of "exists". In both cases the mark of the stored object decides. AWS refuses with a
+        conflict while another writer creates or deletes the object.
         """
         fs, path = self._locate(key)
         mark = uuid.uuid4().hex
@@ -53,10 +65,15 @@ class S3Folder(RemoteFolder):
             if not is_permanent(error):
                 with suppress(Exception):  # there is no object, or the server does not answer
                     stored = fs.metadata(path)
-            if stored is None:
+            if stored is None and s3_answer(error)[0] != "ConditionalRequestConflict":
                 raise
-            if stored.get("created-by") != mark:
+            if stored is None or stored.get("created-by") != mark:
                 raise FileExistsError(errno.EEXIST, "the object exists already", path) from error
+
+    def _options(self) -> dict[str, Any]:
+        """Returns the retries, unless the user has configured other ones."""
+        config = {} if "AWS_MAX_ATTEMPTS" in os.environ else {"retries": RETRIES}
+        return {"config_kwargs": config | fsspec.config.conf.get("s3", {}).get("config_kwargs", {})}
 
     def delete_if(self, key: str, data: bytes) -> bool:
         """Deletes the object on condition of its ETag. Some servers ignore or refuse the condition."""

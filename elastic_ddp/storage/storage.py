@@ -6,7 +6,7 @@ import errno
 import os
 import re
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -72,11 +72,10 @@ class Storage:
         with self._errors("write", key):
             self._folder.write(_checked(key), data)
 
-    def create(self, key: str, data: bytes, *, before_retry: Callable[[], None] = lambda: None) -> None:
+    def create(self, key: str, data: bytes) -> None:
         """Stores an object that does not exist yet. Of several writers, exactly one succeeds.
 
-        On S3 `data` must be small, because only a single PUT can be conditional. `RetryingStorage` calls
-        `before_retry` before every attempt but the first; an error that it raises ends them.
+        On S3 `data` must be small, because only a single PUT can be conditional.
 
         Raises:
             FileExistsError: the object exists.

@@ -1,38 +1,77 @@
-"""A storage whose hung operations, such as on a network mount without its server, end with an error."""
+"""A storage that measures its operations, and ends work that hangs, as on a mount without its server, with an error."""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
-from typing import Generic, TypeVar
+from contextlib import contextmanager
+from typing import Any, Generic, TypeVar
 
 from elastic_ddp.errors import StorageError
-from elastic_ddp.storage.proxy import Result, StorageProxy
 from elastic_ddp.storage.storage import Storage
+
+MAX_OPERATION_S = 300.0
+"""An operation that takes longer may hang: a mount whose server is gone blocks forever."""
 
 STALL_TIMEOUT_S = 600.0
 """Time without a completed operation after which the storage counts as hung. One operation moves about ten MiB."""
 
 Item = TypeVar("Item")
+Result = TypeVar("Result")
 
 
-class WatchedStorage(StorageProxy):
-    """The same folder, for one piece of work that ends with StorageError when the storage hangs.
+def _measured(method: str) -> Any:
+    def call(self: WatchedStorage, *arguments: Any, **options: Any) -> Any:
+        with self.operation_in_progress():
+            return getattr(self._storage, method)(*arguments, **options)
 
-    After that the storage refuses operations, so threads that were left behind cannot change anything.
-    """
+    return call
+
+
+class WatchedStorage(Storage):
+    """The same folder as `storage`, with a measurement of the time that its operations take."""
 
     def __init__(self, storage: Storage) -> None:
-        super().__init__(storage)
+        self._folder, self._storage = storage._folder, storage
+        self._lock = threading.Lock()
+        self._worked_s = 0.0
+        self._started_at: dict[object, float] = {}
+        """Start times of the operations in progress."""
         self._stalled: StorageError | None = None
         self._last_progress = time.monotonic()
+
+    def worked_s(self) -> float:
+        """Returns the seconds that operations have taken so far, each counted up to `MAX_OPERATION_S`.
+
+        The value grows while the storage makes progress, however slow, and stands still when it hangs.
+        """
+        with self._lock:
+            now = time.monotonic()
+            in_progress = sum(min(now - started_at, MAX_OPERATION_S) for started_at in self._started_at.values())
+            return self._worked_s + in_progress
+
+    @contextmanager
+    def operation_in_progress(self) -> Iterator[None]:
+        """Counts the block as an operation."""
+        if self._stalled is not None:
+            raise self._stalled
+        operation = object()
+        with self._lock:
+            self._started_at[operation] = time.monotonic()
+        try:
+            yield
+            self._last_progress = time.monotonic()
+        finally:
+            with self._lock:
+                self._worked_s += min(time.monotonic() - self._started_at.pop(operation), MAX_OPERATION_S)
 
     def run_watched(self, work: Callable[[], Result]) -> Result:
         """Runs `work`, which uses this storage, in a daemon thread. Returns or raises what it does.
 
-        If no operation completes for `STALL_TIMEOUT_S`, it raises StorageError and leaves the thread behind.
+        If no operation completes for `STALL_TIMEOUT_S`, it raises StorageError and leaves the thread behind. After that
+        this storage refuses operations, so the thread cannot change anything.
         """
         done: Future[Result] = Future()
 
@@ -57,14 +96,20 @@ class WatchedStorage(StorageProxy):
     def delete_tree(self, prefix: str) -> None:
         for key in self.list(prefix):  # one by one, so that each deletion counts as progress
             self.delete(key)
-        super().delete_tree(prefix)
+        self._delete_rest(prefix)
 
-    def _call(self, operation: Callable[[], Result], *, may_retry: bool = True) -> Result:
-        if self._stalled is not None:
-            raise self._stalled
-        result = operation()
-        self._last_progress = time.monotonic()
-        return result
+    read = _measured("read")
+    size = _measured("size")
+    read_into = _measured("read_into")
+    write = _measured("write")
+    create = _measured("create")
+    sizes = _measured("sizes")
+    last_modified = _measured("last_modified")
+    uploads = _measured("uploads")
+    abort = _measured("abort")
+    delete = _measured("delete")
+    delete_if = _measured("delete_if")
+    _delete_rest = _measured("delete_tree")
 
 
 class DaemonPool(Generic[Item]):

@@ -27,8 +27,7 @@ from elastic_ddp.errors import (
 )
 from elastic_ddp.rendezvous.hang import STORING, Place
 from elastic_ddp.storage.lease import find_holder
-from elastic_ddp.storage.retry import RetryingStorage
-from elastic_ddp.storage.watchdog import STALL_TIMEOUT_S
+from elastic_ddp.storage.watchdog import STALL_TIMEOUT_S, WatchedStorage
 from elastic_ddp.telemetry.event import WORKER_FAILED, Event
 from elastic_ddp.telemetry.events import (
     CommitFailed,
@@ -89,7 +88,7 @@ class Checkpointer:
         self.verified_step: int | None = None
         self.roll_back_to: int | None = None
         self.durable_step: int | None = None
-        self._storage = RetryingStorage((job.debugged or job.storage).at(COMMITS))
+        self._storage = WatchedStorage((job.debugged or job.storage).at(COMMITS))
         self.worked_s = self._storage.worked_s
         keep = Retention(
             last=settings.keep,
@@ -251,7 +250,7 @@ class Checkpointer:
         if (reason := self._client.why_not_commit(generation)) is not None:
             raise PeerFailedError(reason)
         with self._storage.operation_in_progress():
-            driver = find_holder(RetryingStorage(self._job.storage))
+            driver = find_holder(self._job.storage)
         if driver is not None and driver.session != self._job.session:
             raise DriverReplacedError(
                 f"another driver has taken over run {self._job.config.name!r}: {driver}. This driver's workers no "

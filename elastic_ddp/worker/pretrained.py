@@ -15,8 +15,8 @@ from elastic_ddp.checkpoint import Commit, CommitCatalog
 from elastic_ddp.checkpoint.reader import build_state, meta_tensors
 from elastic_ddp.distributed.shard_moves import rows_of
 from elastic_ddp.errors import CheckpointError, ConfigError, StorageError, shorten
-from elastic_ddp.storage.retry import RetryingStorage
 from elastic_ddp.storage.storage import Storage
+from elastic_ddp.storage.watchdog import WatchedStorage
 from elastic_ddp.telemetry.event import Event
 from elastic_ddp.telemetry.events import CommitRejected, WeightsLoaded
 from elastic_ddp.tensors.dtensor import is_dtensor, shard_of
@@ -97,7 +97,7 @@ class PretrainedWeights:
         if layout is not None or group.rank == 0:
             folder, names = json.loads(found)
             try:
-                files = WeightFiles(RetryingStorage(Storage(folder)), names)
+                files = WeightFiles(WatchedStorage(Storage(folder)), names)
                 matching = self._load_files(files, module, group, record, activity, layout)
             except (CheckpointError, ConfigError, StorageError) as raised:
                 error = without_traceback(raised)
@@ -147,7 +147,7 @@ class PretrainedWeights:
         activity: Activity,
         layout: Layout | None,
     ) -> list[str]:
-        storage = RetryingStorage(Storage(self.uri).at(COMMITS))
+        storage = WatchedStorage(Storage(self.uri).at(COMMITS))
         store = CommitCatalog(storage)
         fits: dict[int, Fit] = {}
 

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 
 from elastic_ddp.errors import CheckpointError, ConfigError, StorageError, format_exception, shorten
-from elastic_ddp.storage.retry import RetryingStorage
 from elastic_ddp.storage.storage import Storage
 from elastic_ddp.storage.temporary_folder import TemporaryFolder
+from elastic_ddp.storage.watchdog import WatchedStorage
 from elastic_ddp.tensors.state_tree import dtype_name
 
 KeyMapping = Mapping[str, str] | Callable[[str], str | None]
@@ -61,7 +61,7 @@ class WeightFiles:
         names: their names in it.
     """
 
-    storage: RetryingStorage
+    storage: WatchedStorage
     names: Sequence[str]
 
     @classmethod
@@ -75,14 +75,14 @@ class WeightFiles:
         """
         folder, _, name = uri.rpartition("/")
         if name.endswith(SUFFIXES) and not Path(uri).is_dir():
-            storage = RetryingStorage(Storage(folder or "/"))
+            storage = WatchedStorage(Storage(folder or "/"))
             if not _exists(storage, name):
                 raise ConfigError(
                     f"run.load_weights: {uri} does not exist on node {platform.node()}. All nodes must see the file: "
                     "use a shared folder or a bucket."
                 )
             return cls(storage, [name])
-        storage = RetryingStorage(Storage(uri))
+        storage = WatchedStorage(Storage(uri))
         if _exists(storage, INDEX):
             return cls(storage, _indexed(storage))
         return cls(storage, [SINGLE]) if _exists(storage, SINGLE) else None
@@ -170,7 +170,7 @@ def _new_name(name: str, mapping: KeyMapping) -> str | None:
     return new
 
 
-def _exists(storage: RetryingStorage, name: str) -> bool:
+def _exists(storage: Storage, name: str) -> bool:
     if "://" not in storage.uri:
         return Path(storage.uri, name).is_file()
     try:
@@ -180,7 +180,7 @@ def _exists(storage: RetryingStorage, name: str) -> bool:
     return True
 
 
-def _indexed(storage: RetryingStorage) -> list[str]:
+def _indexed(storage: Storage) -> list[str]:
     """Returns the names of the files in an index."""
     try:
         names = sorted(set(json.loads(storage.read(INDEX))["weight_map"].values()))
@@ -191,7 +191,7 @@ def _indexed(storage: RetryingStorage) -> list[str]:
     return names
 
 
-def _download(storage: RetryingStorage, name: str, file: Path, tick: Callable[[], None]) -> Path:
+def _download(storage: Storage, name: str, file: Path, tick: Callable[[], None]) -> Path:
     try:
         size = storage.size(name)
         with file.open("wb") as target:
@@ -217,7 +217,7 @@ class _Bytes:
     """Returns the bytes from the first number to the second."""
 
 
-def _bytes_of(storage: RetryingStorage, name: str, tick: Callable[[], None]) -> _Bytes:
+def _bytes_of(storage: Storage, name: str, tick: Callable[[], None]) -> _Bytes:
     """Returns the bytes of a file, mapped into memory if it is local."""
     try:
         if "://" not in storage.uri:

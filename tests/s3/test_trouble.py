@@ -20,7 +20,7 @@ from tests.unit.test_checkpoint import keys_of, restored_step, step_of
 
 @pytest.fixture(autouse=True)
 def _short_backoff(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("elastic_ddp.storage.retry.FIRST_BACKOFF_S", 0.01)
+    monkeypatch.setattr("botocore.retries.standard.ExponentialBackoff.delay_amount", lambda *_: 0.01)
 
 
 def at(number: int, fault: Fault | Refusal) -> Plan:
@@ -50,21 +50,21 @@ def first(count: int, fault: Fault | Refusal, of: Plan) -> Plan:
 
 @pytest.mark.parametrize("what", [SLOW_DOWN, Refusal(500, "InternalError"), *Fault], ids=str)
 def test_a_save_survives_temporary_faults(bucket: Bucket, proxy: Proxy, what: Fault | Refusal) -> None:
-    storage = bucket.storage(endpoint=proxy.endpoint)
+    storage = bucket.storage(endpoint=proxy.endpoint, client_retries=True)
     assert isinstance(save_on_ranks([storage] * 2, 1), Commit)
     proxy.plan = first(4, what, is_data)
-    assert isinstance(outcome := save_on_ranks([storage] * 2, 2, retry_s=60.0), Commit), outcome
+    assert isinstance(outcome := save_on_ranks([storage] * 2, 2), Commit), outcome
     proxy.plan = first(4, what, lambda request: "/commits/3.json" in request.target)
-    assert isinstance(outcome := save_on_ranks([storage] * 2, 3, retry_s=60.0), Commit), outcome
+    assert isinstance(outcome := save_on_ranks([storage] * 2, 3), Commit), outcome
     assert {is_manifest(request) for request, _ in proxy.injected} == {False, True}
     check_commits(bucket.storage(), 2, 3)
 
 
 def test_a_save_that_is_throttled_for_too_long_fails(bucket: Bucket, proxy: Proxy) -> None:
-    storage = bucket.storage(endpoint=proxy.endpoint)
+    storage = bucket.storage(endpoint=proxy.endpoint, client_retries=True)
     assert isinstance(save_on_ranks([storage] * 2, 1), Commit)
     proxy.plan = lambda request: SLOW_DOWN
-    outcome = save_on_ranks([storage] * 2, 2, retry_s=0.3)
+    outcome = save_on_ranks([storage] * 2, 2)
     assert isinstance(outcome, StorageError) and "SlowDown, 503" in str(outcome)
     assert sum(is_data(request) for request, _ in proxy.injected) > 2, "retried"
     assert restored_step(bucket.storage()) == 1
@@ -78,7 +78,7 @@ def test_bad_credentials_end_a_save_at_once(bucket: Bucket, proxy: Proxy, code: 
     storage = bucket.storage(endpoint=proxy.endpoint, client_retries=True)
     assert isinstance(save_on_ranks([storage] * 2, 1), Commit)
     proxy.plan = lambda request: Refusal(403, code)
-    outcome = save_on_ranks([storage] * 2, 2, retry_s=10.0)
+    outcome = save_on_ranks([storage] * 2, 2)
     assert isinstance(outcome, StorageError)
     assert f"{code}, 403" in str(outcome) and "renew the credentials" in str(outcome)
     assert sum(is_data(request) for request, _ in proxy.injected) == 2, "one request per rank"
@@ -89,7 +89,7 @@ def test_credentials_that_expire_before_the_manifest_leave_no_commit(bucket: Buc
     storage = bucket.storage(endpoint=proxy.endpoint, client_retries=True)
     assert isinstance(save_on_ranks([storage] * 2, 1), Commit)
     proxy.plan = lambda request: Refusal(403, "ExpiredToken") if is_manifest(request) or proxy.injected else None
-    outcome = save_on_ranks([storage] * 2, 2, retry_s=10.0)
+    outcome = save_on_ranks([storage] * 2, 2)
     assert isinstance(outcome, StorageError) and "ExpiredToken" in str(outcome)
     assert sum(is_manifest(request) for request, _ in proxy.injected) == 1
     assert restored_step(bucket.storage()) == 1
@@ -99,7 +99,7 @@ def test_a_missing_bucket_is_an_error_at_once_not_an_empty_folder(bucket: Bucket
     missing = Bucket(bucket.endpoint, f"{bucket.uri}-missing").storage(endpoint=proxy.endpoint, client_retries=True)
     puts: list[Request] = []
     proxy.plan = lambda request: puts.append(request) if is_data(request) else None
-    outcome = save_on_ranks([missing] * 2, 1, retry_s=10.0)
+    outcome = save_on_ranks([missing] * 2, 1)
     assert isinstance(outcome, StorageError) and len(puts) == 2
     for needed in (missing.uri, "NoSuchBucket, 404", "create the bucket"):
         assert needed in str(outcome)
@@ -149,9 +149,9 @@ def test_a_large_object_survives_temporary_faults(
             return request.method == "POST" and "uploadId=" in request.target
         return which in request.target
 
-    storage, state = bucket.storage(endpoint=proxy.endpoint), large_state(1, 2)
+    storage, state = bucket.storage(endpoint=proxy.endpoint, client_retries=True), large_state(1, 2)
     proxy.plan = first(1, what, is_selected)
-    outcome = save_on_ranks([storage], 1, retry_s=60.0, state=state)
+    outcome = save_on_ranks([storage], 1, state=state)
     assert isinstance(outcome, Commit) and len(proxy.injected) == 1, outcome
     SingleRankStore(bucket.storage(), keep=1).verify(outcome)
     assert bucket.storage().list() == sorted(keys_of(outcome))
@@ -190,7 +190,7 @@ def test_a_refused_part_fails_the_save_and_leaves_nothing(
         ("uploadId=", Refusal(404, "NoSuchBucket"), "create the bucket"),  # also refuses to abort the upload
     ):
         proxy.plan = lambda request, which=which, what=what: what if which in request.target else None  # type: ignore[misc]
-        outcome = save_on_ranks([storage], 1, retry_s=10.0, state=state)
+        outcome = save_on_ranks([storage], 1, state=state)
         assert isinstance(outcome, StorageError) and expected in str(outcome)
         if which == "partNumber=2":
             assert not bucket.storage().uploads() and not bucket.storage().list()
@@ -226,11 +226,11 @@ def noise(seed: int, probability: float) -> Plan:
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.s3) for seed in range(1, 6))])
 def test_random_faults_lose_no_commit(bucket: Bucket, proxy: Proxy, seed: int) -> None:
-    storage = bucket.storage(endpoint=proxy.endpoint)
+    storage = bucket.storage(endpoint=proxy.endpoint, client_retries=True)
     proxy.plan = noise(seed, 0.2)
     previous: int | None = None
     for step in range(1, 5):
-        outcome = save_on_ranks([storage] * 2, step, retry_s=60.0)
+        outcome = save_on_ranks([storage] * 2, step)
         newest = restored_step(bucket.storage())
         assert newest == step if isinstance(outcome, Commit) else newest in (previous, step)
         previous = newest
@@ -277,7 +277,7 @@ def test_a_conditional_delete_handles_a_change_and_a_lack_of_support(
 def test_refused_credentials_are_a_clear_error(real_bucket: Bucket, keys: Keys, code: str) -> None:
     assert isinstance(save_on_ranks([real_bucket.storage()], 1), Commit)
     unauthorized = real_bucket.storage(keys=keys, client_retries=True)
-    outcome = save_on_ranks([unauthorized] * 2, 2, retry_s=10.0)
+    outcome = save_on_ranks([unauthorized] * 2, 2)
     assert isinstance(outcome, StorageError)
     assert f"{code}, 403" in str(outcome) and "renew the credentials" in str(outcome)
     with pytest.raises(StorageError, match=code):
@@ -291,7 +291,7 @@ def test_a_full_server_fails_the_save_and_keeps_the_previous_commit(real_server:
     real_server.add_user("small", keys, max_bytes=PART_BYTES)
     storage = create_bucket(real_server.endpoint, keys).storage(keys=keys, client_retries=True)
     assert isinstance(save_on_ranks([storage] * 2, 1), Commit)
-    outcome = save_on_ranks([storage] * 2, 2, retry_s=10.0, state=large_state(2, 2))
+    outcome = save_on_ranks([storage] * 2, 2, state=large_state(2, 2))
     assert isinstance(outcome, StorageError)
     assert "QuotaExceeded, 403" in str(outcome) and "free space there" in str(outcome)
     check_commits(storage, 1)

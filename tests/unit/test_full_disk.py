@@ -24,7 +24,7 @@ def save_without_room(folder: str, words: str, remedy: str = "free space there")
     """Makes a save that does not fit between two that do."""
     storage = Storage(f"{folder}/runs")
     assert isinstance(save_on_ranks([storage] * 2, 1), Commit)
-    outcome = save_on_ranks([storage] * 2, 2, retry_s=10.0, state=large_state(2, 2))
+    outcome = save_on_ranks([storage] * 2, 2, state=large_state(2, 2))
     assert isinstance(outcome, StorageError)
     assert words in str(outcome) and remedy in str(outcome)
     check_commits(storage, 1)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import errno
 import gc
 import threading
 import time
-import uuid
 import weakref
 from pathlib import Path
 from typing import Any, Never
@@ -17,11 +15,10 @@ import torch
 
 from elastic_ddp.checkpoint import Commit, staging
 from elastic_ddp.checkpoint import saver as saver_module
-from elastic_ddp.checkpoint.saver import RankFailedError, Save, Saver, is_of_storage
+from elastic_ddp.checkpoint.saver import RankFailedError, Saver, is_of_storage
 from elastic_ddp.checkpoint.staging import HostMemoryError
 from elastic_ddp.checkpoint.writer import StateWriter
 from elastic_ddp.errors import CheckpointError, PeerFailedError, StorageError
-from elastic_ddp.storage.retry import RetryingStorage
 from elastic_ddp.storage.storage import Storage
 from tests.saving import Ranks, check_commits
 from tests.single_rank_store import SingleRankStore
@@ -256,52 +253,6 @@ def test_a_commit_whose_response_was_lost_remains(tmp_path: Path) -> None:
     assert restored_step(Storage(tmp_path)) == 2, "its manifest is stored"
 
 
-class ResponseLostOnce(Storage):
-    """The response to the first `create` is lost."""
-
-    creates = 0
-
-    def create(self, key: str, data: bytes, **options: Any) -> None:
-        self.creates += 1
-        super().create(key, data, **options)
-        if self.creates == 1:
-            raise StorageError("connection reset")
-
-
-@pytest.mark.parametrize("kind", ["disk", "memory"])
-def test_a_commit_whose_response_was_lost_once_is_recognized(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
-) -> None:
-    """On S3 the storage detects it; on others the saver does."""
-    monkeypatch.setattr("elastic_ddp.storage.retry.FIRST_BACKOFF_S", 0.01)
-    storage = ResponseLostOnce(tmp_path if kind == "disk" else f"memory://{uuid.uuid4().hex}")
-    fenced = []
-    ranks = Ranks(lambda rank: storage, 2, retry_s=60.0)
-    attempt = ranks.begin(2, fence=lambda: fenced.append(storage.creates))
-    outcome = ranks.wait()
-    assert isinstance(outcome, Commit) and outcome.attempt == attempt and restored_step(storage) == 2
-    assert fenced[:2] == [0, 1], "the fence is called before the retry"
-
-
-def test_a_fenced_save_does_not_retry_its_manifest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("elastic_ddp.storage.retry.FIRST_BACKOFF_S", 0.01)
-
-    class Down(ResponseLostOnce):
-        def create(self, key: str, data: bytes, **options: Any) -> None:
-            self.creates += 1
-            raise StorageError("connection reset")
-
-    storage = Down(tmp_path)
-
-    def fence() -> None:
-        if storage.creates:
-            raise PeerFailedError("generation 3 has ended")
-
-    ranks = Ranks(lambda rank: storage, 1, retry_s=60.0)
-    ranks.begin(2, fence=fence)
-    assert isinstance(ranks.wait(), PeerFailedError) and storage.creates == 1
-
-
 def test_registered_tensors_of_different_size_on_a_rank_are_refused(tmp_path: Path) -> None:
     ranks = Ranks(lambda rank: Storage(tmp_path), 2)
     attempt = ranks.begin(2, of=[0], state={"model": {"w": torch.ones(8)}, "user": {"log": torch.zeros(9)}})
@@ -351,47 +302,3 @@ def test_three_ranks_save_the_same_state_as_one(tmp_path: Path) -> None:
     assert step_of(SingleRankStore(Storage(tmp_path / "three"), keep=1).load(commit)) == 9
     alone = SingleRankStore(Storage(tmp_path / "one"), keep=1).save(make_state(9), step=9, record={"step": 9})
     assert alone.tensors.keys() == commit.tensors.keys() and alone.num_bytes == commit.num_bytes
-
-
-class Flaky(Storage):
-    """Fails in its first writes, for a transient or a permanent cause."""
-
-    def __init__(self, uri: Path, cause: OSError, times: int) -> None:
-        super().__init__(uri)
-        self.cause, self.times, self.tries = cause, times, 0
-
-    def write(self, key: str, data: bytes | memoryview) -> None:
-        self.tries += 1
-        if self.tries <= self.times:
-            raise StorageError("the storage failed") from self.cause
-        super().write(key, data)
-
-
-@pytest.mark.parametrize(
-    ("cause", "times", "survives"),
-    [
-        (ConnectionResetError(errno.ECONNRESET, "reset"), 3, True),
-        (OSError(errno.EIO, "503 SlowDown"), 3, True),
-        (OSError(errno.EIO, "503 SlowDown"), 100, False),
-        (OSError(errno.ENOSPC, "no space left"), 1, False),
-        (PermissionError(errno.EACCES, "expired"), 1, False),
-        (FileNotFoundError(errno.ENOENT, "no such bucket"), 1, False),
-    ],
-    ids=str,
-)
-def test_transient_errors_are_retried_and_permanent_ones_are_not(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cause: OSError, times: int, survives: bool
-) -> None:
-    monkeypatch.setattr("elastic_ddp.storage.retry.FIRST_BACKOFF_S", 0.01)
-    flaky = Flaky(tmp_path, cause, times)
-    ended: list[Commit | Exception] = []
-    retrying = RetryingStorage(flaky, retry_for_s=0.5)
-    saver = Saver(retrying, SingleRankStore(retrying, keep=1))
-    save = Save(
-        step=3, attempt="0" * 32, world_size=1, rank=0, mailbox=None, record={}, fence=lambda: None, on_end=ended.append
-    )
-    saver.begin(make_state(3), save)
-    saver.wait()
-    assert isinstance(ended[0], Commit if survives else StorageError)
-    assert flaky.tries == (times + 2 if survives else flaky.tries)
-    assert survives or times > 1 or flaky.tries == 1

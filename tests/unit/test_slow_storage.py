@@ -27,7 +27,7 @@ LIMIT_S = 20.0
 @pytest.fixture
 def stuck(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every operation of the storage exceeds its limit."""
-    monkeypatch.setattr("elastic_ddp.storage.retry.MAX_OPERATION_S", 0.0)
+    monkeypatch.setattr("elastic_ddp.storage.watchdog.MAX_OPERATION_S", 0.0)
 
 
 @contextmanager

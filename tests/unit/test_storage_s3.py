@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import errno
-import itertools
 import time
 from collections.abc import Callable
 from typing import Any
 
+import fsspec
 import pytest
 from botocore.exceptions import ClientError
 
-from elastic_ddp.errors import ConfigError, PeerFailedError, StorageError
-from elastic_ddp.storage.retry import RetryingStorage
+from elastic_ddp.errors import ConfigError, StorageError
 from elastic_ddp.storage.storage import Storage
 
 
@@ -63,21 +62,7 @@ def fake_answers(storage: Storage, monkeypatch: pytest.MonkeyPatch, *answers: tu
             raise answer
 
     monkeypatch.setattr(fs, "pipe_file", pipe_file)
-    monkeypatch.setattr("elastic_ddp.storage.retry.FIRST_BACKOFF_S", 0.01)
     return calls
-
-
-def test_before_retry_is_called_between_attempts_and_can_end_them(s3: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    storage, fences = Storage(s3), itertools.count(1)
-    calls = fake_answers(storage, monkeypatch, *[(False, OSError(errno.EIO, "InternalError"))] * 10)
-
-    def fence() -> None:
-        if next(fences) == 2:
-            raise PeerFailedError("generation 1 is over")
-
-    with pytest.raises(PeerFailedError, match="generation 1 is over"):
-        RetryingStorage(storage).create("a", b"mine", before_retry=fence)
-    assert len(calls) == 2 and storage.list() == []
 
 
 def test_missing_credentials_are_a_config_error(s3: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,11 +111,16 @@ def test_cephs_invalid_argument_means_that_the_object_exists(s3: str, monkeypatc
     assert storage.read("a") == b"theirs"
 
 
-def test_a_create_that_conflicts_with_one_in_progress_is_retried(s3: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_create_that_conflicts_with_one_in_progress_is_refused(s3: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    answer = {"Error": {"Code": "ConditionalRequestConflict"}, "ResponseMetadata": {"HTTPStatusCode": 409}}
+    conflict = OSError(errno.EIO, "ConditionalRequestConflict")
+    conflict.__cause__ = ClientError(answer, "PutObject")  # type: ignore[arg-type]
     storage = Storage(s3)
-    calls = fake_answers(storage, monkeypatch, *[(False, OSError(errno.EIO, "ConditionalRequestConflict"))] * 2)
-    RetryingStorage(storage).create("a", b"mine")
-    assert len(calls) == 3 and storage.read("a") == b"mine"
+    fake_answers(storage, monkeypatch, (False, conflict))
+    with pytest.raises(FileExistsError):
+        storage.create("a", b"mine")
+    storage.create("a", b"mine")
+    assert storage.read("a") == b"mine"
 
 
 def test_a_create_on_s3_is_one_conditional_put(s3: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,5 +143,18 @@ def test_a_denied_request_fails_at_once_with_its_cause(s3: str, monkeypatch: pyt
     fake_answers(storage, monkeypatch, (False, PermissionError("AccessDenied")))
     began = time.monotonic()
     with pytest.raises(StorageError, match=r"cannot create 'a' in s3://.*AccessDenied") as caught:
-        RetryingStorage(storage).create("a", b"mine")
+        storage.create("a", b"mine")
     assert isinstance(caught.value.__cause__, PermissionError) and time.monotonic() - began < 5
+
+
+def test_a_user_can_configure_the_retries(s3: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def options() -> dict[str, Any]:
+        return Storage(s3).filesystem_and_path()[0].handler.fs.config_kwargs  # type: ignore[no-any-return]
+
+    assert options()["retries"]["total_max_attempts"] == 6
+    with monkeypatch.context() as patch:
+        patch.setenv("AWS_MAX_ATTEMPTS", "3")
+        assert "retries" not in options()
+    with monkeypatch.context() as patch:
+        patch.setitem(fsspec.config.conf, "s3", {"config_kwargs": {"retries": {"total_max_attempts": 2}}})
+        assert options()["retries"] == {"total_max_attempts": 2}
