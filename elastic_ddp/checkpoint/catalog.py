@@ -15,6 +15,7 @@ from elastic_ddp.checkpoint.pieces import pieces_of
 from elastic_ddp.checkpoint.reader import allocate_state, build_state, meta_tensors, read_manifest, read_pieces
 from elastic_ddp.checkpoint.record import different_runs
 from elastic_ddp.errors import CheckpointError, StorageError, shorten
+from elastic_ddp.storage.folder import Entry
 from elastic_ddp.storage.storage import Storage
 
 _log = logging.getLogger(__name__)
@@ -154,7 +155,7 @@ class CommitCatalog:
         self,
         step: int,
         *,
-        listed: Mapping[str, int] | None = None,
+        listed: Mapping[str, Entry] | None = None,
         record: Mapping[str, Any] | None = None,
         verify: bool = False,
     ) -> Commit | Bad | None:
@@ -162,7 +163,7 @@ class CommitCatalog:
 
         Args:
             step: number of steps done.
-            listed: sizes of objects by key, as listed before. Objects that it lacks are listed again.
+            listed: a listing from before. Objects that it lacks are listed again.
             record: a commit of another run than this record's is bad; None for any run.
             verify: whether to verify every byte.
         """
@@ -191,12 +192,12 @@ class CommitCatalog:
         except CheckpointError as error:
             return Bad(None, error)
 
-    def _check_present(self, commit: Commit, listed: Mapping[str, int]) -> None:
+    def _check_present(self, commit: Commit, listed: Mapping[str, Entry]) -> None:
         try:
             commit.check_present(listed)
         except CheckpointError:
             prefix = commit.prefix
-            read_twice(self._storage, prefix, lambda: commit.check_present(self._storage.sizes(prefix)))
+            read_twice(self._storage, prefix, lambda: commit.check_present(self._storage.listing(prefix)))
 
     def set_aside(self, key: str, attempt: str | None, fence: Callable[[], None] = lambda: None) -> None:
         """Moves the manifest of a bad commit to `set-aside/`: its step can be committed again. Its objects stay.

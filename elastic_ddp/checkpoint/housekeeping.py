@@ -1,20 +1,24 @@
-"""Removes superseded commits and leftovers after each commit. `retention` decides what stays."""
+"""Removes what no commit needs: after each commit of a run, and for `elastic-ddp checkpoints prune`.
+
+`retention` decides what goes.
+"""
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 
 from elastic_ddp.checkpoint.catalog import Bad, CommitCatalog
-from elastic_ddp.checkpoint.manifest import Commit, attempt_of, committed_steps, manifest_key, parse_set_aside
+from elastic_ddp.checkpoint.manifest import Commit, committed_steps, manifest_key, parse_set_aside
 from elastic_ddp.checkpoint.metrics import measurements
-from elastic_ddp.checkpoint.record import Measurement
-from elastic_ddp.checkpoint.retention import Removal, Retention, kept, plan_removals
-from elastic_ddp.errors import StorageError
-from elastic_ddp.storage.folder import Upload
-from elastic_ddp.storage.local import is_temporary
-from elastic_ddp.storage.storage import CLOCK_PREFIX, Storage
+from elastic_ddp.checkpoint.record import Measurement, different_runs
+from elastic_ddp.checkpoint.retention import Removal, Removals, Retention, kept, plan_removals
+from elastic_ddp.errors import CheckpointError, ConfigError, StorageError, shorten
+from elastic_ddp.storage.folder import Entry, Upload
+from elastic_ddp.storage.storage import Storage
 
 _log = logging.getLogger(__name__)
 
@@ -22,19 +26,17 @@ ORPHAN_AGE_S = 24 * 3600.0
 """An attempt without a manifest is removed after this long without a write: a worker writes an object in minutes."""
 _FAILING_S = 60.0
 """After removals have failed for this long, the storage is considered unavailable."""
-READ_AGAIN_S = 3600.0
-"""Time after which a commit that could not be read, or was bad, is read again."""
 
 
 class Housekeeping:
     """Removes what a run does not keep, commit after commit, for one saver."""
 
-    def __init__(self, retention: Retention, clock: Callable[[], float] = time.monotonic) -> None:
-        self._retention, self._clock = retention, clock
+    def __init__(self, retention: Retention) -> None:
+        self._retention = retention
         self._measured: dict[int, Measurement | None] = {}
         """The metric of complete commits, by step. Older manifests are read once: their number grows with the run."""
-        self._doubtful: dict[int, float] = {}
-        """Steps whose commit could not be read, was bad, or is another run's, and when that was seen. They stay."""
+        self._doubtful: set[int] = set()
+        """Steps whose commit cannot be read, is bad, or is another run's. They stay."""
 
     def tidy(self, storage: Storage, newest: Commit, fence: Callable[[], None], is_current: Callable[[], bool]) -> None:
         """Removes what is not kept now that `newest` is complete. For the arguments see `CheckpointStore.complete`.
@@ -44,97 +46,141 @@ class Housekeeping:
             Exception: what the fence raises.
         """
         uploads = unfinished_uploads(storage)
-        sizes = storage.sizes()
+        listing = storage.listing()
+        steps = [step for step in committed_steps(listing) if step <= newest.step]
+        read = self._read(storage, newest, steps, listing)
+        now = listing[newest.key].written_at if newest.key in listing else None
+        going = plan_removals(
+            listing,
+            uploads,
+            kept(steps, self._measured, self._retention) | self._doubtful,
+            read,
+            newest=newest.step,
+            written_before=0.0 if now is None else now - ORPHAN_AGE_S,
+            over_before=newest.step,
+        )
         # After the listing: if this saver may still commit, and its generation is running, the listing has nothing of
         # later generations. So attempts of earlier steps without a manifest are dead: every rank ends one save before
         # it begins the next. A worker that has left may still be writing one; before it commits, it checks that its
         # objects are there. Attempts of this step and later ones, from before a restore, are removed by their age.
         fence()
-        if not is_current():
-            return
-        steps = [step for step in committed_steps(sizes) if step <= newest.step]
-        read = self._read(storage, newest, steps, sizes)
-        staying = kept(steps, self._measured, self._retention) | self._doubtful.keys()
-        going = plan_removals(sizes, uploads, staying, read, newest=newest.step)
-        fence()  # reading manifests may have taken long
-        if not is_current():
-            return
-        # After the fence: a worker that has left may have committed since the listing.
-        orphans = uncommitted(storage, going, steps)
-        dead = [removal for removal in going if removal.what == "commit"]
-        dead += [orphan for orphan in orphans if orphan.step < newest.step]
-        abort_uploads(storage, uploads, dead, ORPHAN_AGE_S)
-        try:
-            remove(storage, dead, clock_folders(sizes))
-        finally:
-            remove(storage, older_than(ORPHAN_AGE_S, storage, [item for item in orphans if item.step >= newest.step]))
+        if is_current():
+            remove(storage, going)
 
-    def _read(self, storage: Storage, newest: Commit, steps: Iterable[int], sizes: Mapping[str, int]) -> list[Commit]:
+    def _read(
+        self, storage: Storage, newest: Commit, steps: Iterable[int], listed: Mapping[str, Entry]
+    ) -> list[Commit]:
         """Finds the complete commits that may stay, and returns those whose manifests it has read.
 
         The newest are always read: a commit that the storage has lost must not displace good ones.
         """
-        set_aside = {entry[0] for entry in map(parse_set_aside, sizes) if entry is not None}
-        known, self._measured = self._measured, {}
+        set_aside = {entry[0] for entry in map(parse_set_aside, listed) if entry is not None}
+        known, known_doubtful = self._measured, self._doubtful
+        self._measured, self._doubtful = {}, set()
         catalog, read = CommitCatalog(storage), list[Commit]()
-        self._doubtful.pop(newest.step, None)
-        now = self._clock()
-        self._doubtful = {step: at for step, at in self._doubtful.items() if now - at < READ_AGAIN_S}
         for step in steps:
             is_older = len(self._measured) >= self._retention.last
             if is_older and not self._retention.keeps_older:
                 break
-            if step in self._doubtful:
-                continue
             if is_older and step in known and step not in set_aside:  # otherwise it may have been committed again
                 self._measured[step] = known[step]
                 continue
-            commit = catalog.complete_at(step, listed=sizes, record=newest.record)
+            commit = catalog.complete_at(step, listed=listed, record=newest.record)
             if isinstance(commit, Commit):
                 read.append(commit)
                 self._measured[step] = measurements(commit.record).get(self._retention.metric or "")
             elif isinstance(commit, Bad):
-                _log.warning("step %d and all attempts at it stay: %s", step, commit.error)
-                self._doubtful[step] = now
+                self._doubtful.add(step)
+                if step not in known_doubtful:
+                    _log.warning("step %d and all attempts at it stay: %s", step, commit.error)
         if not read:
             raise StorageError(f"neither {newest.key} nor an earlier commit can be read")
         return read
 
 
-def uncommitted(storage: Storage, removals: Iterable[Removal], listed: Collection[int]) -> list[Removal]:
-    """Returns the orphans, but those at the step of a manifest that a stale listing lacks: it is looked up by key."""
-    orphans = []
-    for orphan in (removal for removal in removals if removal.what == "orphan"):
-        try:
-            if orphan.step not in listed:
-                storage.size(manifest_key(orphan.step))
-                _log.warning("%s stays: its step has a manifest that was not listed", *orphan.folders)
-                continue
-        except FileNotFoundError:
-            pass
-        orphans.append(orphan)
-    return orphans
+def plan_prune(
+    storage: Storage, retention: Retention | None, *, orphan_age_s: float = ORPHAN_AGE_S, with_set_aside: bool = False
+) -> tuple[Removals, dict[int, StorageError]]:
+    """Returns what can be removed while no run is live, and the doubtful commits that stay: by step, with the reason.
 
-
-def older_than(
-    age_s: float, storage: Storage, orphans: Collection[Removal], now: Callable[[], float] | None = None
-) -> list[Removal]:
-    """Returns those orphans to which nothing was written for `age_s` seconds.
+    The newest commit of which every byte verifies stays, and so do newer ones and all at a step that cannot be read.
 
     Args:
-        now: the current time, by default that of the storage's clock, which dates the writes. To read it writes a small
-            object.
+        storage: a folder of commits.
+        retention: which commits stay; None for all.
+        orphan_age_s: attempts without a manifest can be removed after so many seconds without a write.
+        with_set_aside: whether commits that were set aside can be removed.
+
+    Raises:
+        ConfigError: the best commits by a metric are to stay, and none has a value; or a commit of another run would
+            stay in place of one of this run.
+        StorageError: the storage is unavailable.
     """
-    if not orphans:
-        return []
-    before = (now or storage.now)() - age_s
-    written = {orphan: storage.last_modified(*orphan.folders) for orphan in orphans}
-    return [orphan for orphan, at in written.items() if at is not None and at < before]
+    uploads = unfinished_uploads(storage)
+    listing = storage.listing()
+    steps, catalog = committed_steps(listing), CommitCatalog(storage)
+    complete: dict[int, Commit] = {}
+    bad: dict[int, StorageError] = {}
+    doubtful: dict[int, StorageError] = {}
+    for step in steps:
+        commit = catalog.complete_at(step, listed=listing)
+        if isinstance(commit, Commit):
+            complete[step] = commit
+        elif isinstance(commit, Bad):
+            cause = commit.error.__cause__
+            if isinstance(cause, StorageError) and not isinstance(cause, CheckpointError):
+                doubtful[step] = cause  # it cannot be read, and may be good
+            else:
+                bad[step] = commit.error
+    staying = _staying(steps, complete, doubtful, retention)
+    if staying < set(steps):  # verify what stays: the rest may be all that is good
+        for step, newest in [*complete.items()]:
+            with suppress(FileNotFoundError):
+                try:
+                    catalog.verify(newest)
+                    break
+                except CheckpointError as error:
+                    doubtful[step] = error
+            del complete[step]
+        staying = _staying(steps, complete, doubtful, retention)
+        _check_same_run(complete, staying)
+    going = plan_removals(
+        listing,
+        uploads,
+        staying,
+        complete.values(),
+        newest=max(steps, default=0),
+        written_before=time.time() - orphan_age_s,  # to read the storage's clock would take a write
+        with_set_aside=with_set_aside,
+    )
+    return going, doubtful | {step: error for step, error in bad.items() if step in staying}
 
 
-def clock_folders(keys: Iterable[str]) -> list[str]:
-    """Returns the folders that a process left which was killed in `Storage.now`."""
-    return sorted({key.partition("/")[0] for key in keys if key.startswith(CLOCK_PREFIX)})
+def _staying(
+    steps: list[int], complete: dict[int, Commit], doubtful: dict[int, StorageError], retention: Retention | None
+) -> set[int]:
+    if retention is None or not complete:
+        return set(steps)
+    metric = retention.metric or ""
+    measured = {step: measurements(commit.record).get(metric) for step, commit in complete.items()}
+    if retention.best and not any(measured.values()):
+        names = sorted({name for commit in complete.values() for name in measurements(commit.record)})
+        raise ConfigError(
+            f"no commit has a value of the metric {retention.metric!r}; nothing is removed. Metrics in the commits: "
+            f"{shorten(names, 10)}"
+        )
+    return kept(steps, measured, retention) | doubtful.keys()
+
+
+def _check_same_run(complete: dict[int, Commit], staying: set[int]) -> None:
+    """Raises ConfigError if a commit of another run would stay in place of one of this run."""
+    for step, newer in itertools.product(sorted(complete.keys() - staying), sorted(complete.keys() & staying)):
+        if names := different_runs(complete[step].record, complete[newer].record):
+            raise ConfigError(
+                f"the commits of steps {step} and {newer} belong to different runs: they differ in "
+                f"{shorten(names, 5)}. Nothing is removed. Move the other run's commit away first: "
+                f"{manifest_key(step)} or {manifest_key(newer)}, and its step folder"
+            )
 
 
 def unfinished_uploads(storage: Storage) -> Sequence[Upload]:
@@ -146,35 +192,24 @@ def unfinished_uploads(storage: Storage) -> Sequence[Upload]:
         return []
 
 
-def abort_uploads(storage: Storage, uploads: Sequence[Upload], dead: Iterable[Removal], age_s: float) -> None:
-    """Aborts uploads to dead attempts, and a run's other uploads that are older than `age_s` seconds.
+def remove(storage: Storage, going: Removals) -> None:
+    """Aborts uploads and removes manifests, then folders: no manifest lists missing objects, however it is interrupted.
 
-    A failure is ignored: the storage may not permit it, and nothing depends on it.
-    """
-    folders = {folder for removal in dead for folder in removal.folders}
-    try:
-        now = storage.now() if uploads else 0.0
-        for upload in uploads:
-            _, folder = attempt_of(upload.key) or (None, None)
-            is_own = folder is not None or parse_set_aside(upload.key) is not None or is_temporary(upload.key)
-            if folder in folders or (is_own and now - upload.started_at > age_s):
-                storage.abort(upload)
-    except StorageError as error:
-        _log.debug("unfinished uploads stay: %s", error)
-
-
-def remove(storage: Storage, removals: Iterable[Removal], more_folders: Iterable[str] = ()) -> None:
-    """Removes manifests, then folders: wherever it is interrupted, no manifest lists missing objects.
-
-    What cannot be removed, because of a legal hold for example, does not stop the rest.
+    What cannot be removed, because of a legal hold for example, does not stop the rest. An upload that cannot be
+    aborted is ignored: the storage may not permit it, and nothing depends on it.
 
     Raises:
         StorageError: the first failure, raised after all others were tried, or after a minute of failures. If it
             concerns a manifest, no folder is removed.
     """
-    removals = list(removals)
-    manifests = [removal.manifest for removal in removals if removal.manifest is not None]
-    folders = [*(folder for removal in removals for folder in removal.folders), *more_folders]
+    items = [item for item in going.items if item.what != "orphan" or not _is_committed(storage, item, going.committed)]
+    try:
+        for upload in going.uploads:
+            storage.abort(upload)
+    except StorageError as error:
+        _log.debug("unfinished uploads stay: %s", error)
+    manifests = [item.manifest for item in items if item.manifest is not None]
+    folders = [folder for item in items for folder in item.folders]
     for delete, names in ((storage.delete, manifests), (storage.delete_tree, folders)):
         first, failing_s = None, 0.0
         for name in names:
@@ -188,3 +223,18 @@ def remove(storage: Storage, removals: Iterable[Removal], more_folders: Iterable
                     break
         if first is not None:
             raise first
+
+
+def _is_committed(storage: Storage, orphan: Removal, listed: set[int]) -> bool:
+    """Returns whether the step of an orphan has a manifest that the listing lacks.
+
+    The listing may be stale, or a worker that has left may have committed since.
+    """
+    if orphan.step in listed:
+        return False
+    try:
+        storage.size(manifest_key(orphan.step))
+    except FileNotFoundError:
+        return False
+    _log.warning("%s stays: its step has a manifest that was not listed", *orphan.folders)
+    return True

@@ -24,6 +24,7 @@ from zlib_ng import zlib_ng
 from elastic_ddp.checkpoint.record import check_facts
 from elastic_ddp.config.settings import MAX_STEP
 from elastic_ddp.errors import CheckpointError, format_validation_error
+from elastic_ddp.storage.folder import Entry
 from elastic_ddp.tensors.state_tree import dtype_of
 
 FORMAT: Final = 3
@@ -241,13 +242,13 @@ class Commit(BaseModel):
         # Raised here, without the ValidationError as its cause: that holds the whole manifest in memory.
         raise CheckpointError(f"{key} is not a valid manifest: {reason}")
 
-    def check_present(self, sizes: Mapping[str, int]) -> None:
-        """Raises CheckpointError unless `sizes`, by key, has every object with its size."""
+    def check_present(self, listing: Mapping[str, Entry]) -> None:
+        """Raises CheckpointError unless a listing, by key, has every object with its size."""
         for item in self.all_objects:
-            if item.key not in sizes:
+            if (entry := listing.get(item.key)) is None:
                 raise CheckpointError(f"{item.key} is missing")
-            if sizes[item.key] != item.size:
-                raise CheckpointError(f"{item.key} has {sizes[item.key]} bytes; {item.size} were committed")
+            if entry.size != item.size:
+                raise CheckpointError(f"{item.key} has {entry.size} bytes; {item.size} were committed")
 
 
 def num_values(text: bytes) -> int:

@@ -1,7 +1,8 @@
-"""Which commits stay, and what can be removed: pure functions of plain values."""
+"""Which commits stay, and what goes: pure functions of plain values."""
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
@@ -17,7 +18,8 @@ from elastic_ddp.checkpoint.manifest import (
 )
 from elastic_ddp.checkpoint.metrics import Mode, best_first
 from elastic_ddp.checkpoint.record import Measurement
-from elastic_ddp.storage.folder import Upload
+from elastic_ddp.storage.folder import Entry, Upload
+from elastic_ddp.storage.local import is_temporary
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +82,7 @@ Kind = Literal["commit", "set aside", "orphan"]
 
 @dataclass(frozen=True)
 class Removal:
-    """Something that can be removed, with all its bytes."""
+    """Something that no commit needs, with all its bytes."""
 
     what: Kind
     step: int
@@ -90,34 +92,50 @@ class Removal:
     num_bytes: int
 
 
+@dataclass(frozen=True)
+class Removals:
+    """What goes: superseded commits, the oldest first, commits that were set aside, and orphans.
+
+    An orphan is an attempt without a manifest.
+    """
+
+    items: list[Removal]
+    uploads: list[Upload]
+    """Unfinished writes to these attempts, and old ones."""
+    committed: set[int]
+    """The steps with a manifest in the listing."""
+
+
 def plan_removals(
-    sizes: Mapping[str, int],
+    listing: Mapping[str, Entry],
     uploads: Iterable[Upload],
     staying: Collection[int],
     read: Iterable[Commit],
     *,
     newest: int,
+    written_before: float,
+    over_before: int = 0,
     with_set_aside: bool = False,
-) -> list[Removal]:
-    """Returns what can be removed: superseded commits, the oldest first, commits that were set aside, and orphans.
-
-    An orphan is an attempt without a manifest. A worker may still be writing it.
+) -> Removals:
+    """Returns what no commit needs. A worker may still write to an orphan, unless it is old, or its step is over.
 
     Args:
-        sizes: sizes of all objects in the folder, by key.
+        listing: all objects in the folder, by key.
         uploads: unfinished writes to it.
         staying: see `kept`.
         read: commits whose manifests were just read. All attempts at the step of another manifest stay: any of them
             may be the committed one.
         newest: the step of the newest commit of this run. Manifests of later steps stay.
-        with_set_aside: whether commits that were set aside can be removed. Otherwise they protect their objects.
+        written_before: orphans and uploads go if their last write is not after this time, by the storage's clock.
+        over_before: orphans of earlier steps than this go at any age.
+        with_set_aside: whether commits that were set aside go. Otherwise they protect their objects.
     """
-    steps = committed_steps(sizes)
+    steps = committed_steps(listing)
     superseded = [step for step in reversed(steps) if step <= newest and step not in staying]
     committed = {commit.step: commit.prefix for commit in read if commit.step not in superseded}
     protected, protected_steps = {*committed.values()}, {*steps} - {*superseded, *committed}
     aside: dict[str, tuple[int, str]] = {}
-    for key in sizes:
+    for key in listing:
         if (entry := parse_set_aside(key)) is not None:
             step, attempt = entry
             folder = attempt_prefix(step, attempt or "unknown")
@@ -127,10 +145,12 @@ def plan_removals(
                 protected_steps.add(step)
             else:
                 protected.add(folder)
-    num_bytes, attempts = Counter[str](), defaultdict[int, set[str]](set)
-    for key, size in [*sizes.items(), *((upload.key, upload.num_bytes) for upload in uploads)]:
+    num_bytes, attempts, written_at = Counter[str](), defaultdict[int, set[str]](set), defaultdict[str, float](float)
+    unfinished = [(upload.key, Entry(upload.num_bytes, upload.started_at)) for upload in uploads]
+    for key, found in [*listing.items(), *unfinished]:
         step_of_key, name = attempt_of(key) or (None, key)
-        num_bytes[name] += size
+        num_bytes[name] += found.size
+        written_at[name] = max(written_at[name], math.inf if found.written_at is None else found.written_at)
         if step_of_key is not None and step_of_key not in protected_steps and name not in protected:
             attempts[step_of_key].add(name)
 
@@ -138,10 +158,20 @@ def plan_removals(
         total = sum(num_bytes[name] for name in (manifest, *folders) if name is not None)
         return Removal(what, step, manifest, tuple(sorted(folders)), total)
 
-    removals = [removal("commit", step, manifest_key(step), attempts.pop(step, set())) for step in superseded]
+    items = [removal("commit", step, manifest_key(step), attempts.pop(step, set())) for step in superseded]
     for key, (step, folder) in aside.items():
         own = attempts[step] & {folder}
         attempts[step] -= own
-        removals.append(removal("set aside", step, key, own))
-    orphans = [(step, folder) for step in sorted(attempts) for folder in sorted(attempts[step])]
-    return removals + [removal("orphan", step, None, {folder}) for step, folder in orphans]
+        items.append(removal("set aside", step, key, own))
+    for step, folders in sorted(attempts.items()):
+        old = [name for name in sorted(folders) if step < over_before or written_at[name] <= written_before]
+        items += [removal("orphan", step, None, {name}) for name in old]
+    going = {folder for item in items for folder in item.folders}
+    return Removals(items, [each for each in uploads if _is_dead(each, going, written_before)], set(steps))
+
+
+def _is_dead(upload: Upload, going: Collection[str], written_before: float) -> bool:
+    """Returns whether an upload belongs to an attempt that goes, or is an old one of a run."""
+    _, folder = attempt_of(upload.key) or (None, None)
+    is_own = folder is not None or parse_set_aside(upload.key) is not None or is_temporary(upload.key)
+    return folder in going or (is_own and upload.started_at <= written_before)

@@ -108,7 +108,7 @@ class CheckpointStore(CommitCatalog):
     def _check_stored(self, commit: Commit) -> None:
         """Lists the objects: the storage may have lost a write, and other workers may have removed the attempt."""
         try:
-            commit.check_present(self._storage.sizes(commit.prefix))
+            commit.check_present(self._storage.listing(commit.prefix))
         except CheckpointError as error:
             raise CheckpointError(f"objects of step {commit.step} are missing: {error}") from error
 

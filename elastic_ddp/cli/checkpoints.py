@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
@@ -122,9 +121,7 @@ def prune(
     Objects that were never committed are removed too. The run must not be live. The newest intact commit is never
     removed, nor are newer commits or commits that cannot be read.
     """
-    from elastic_ddp.checkpoint.housekeeping import ORPHAN_AGE_S, unfinished_uploads
-    from elastic_ddp.checkpoint.prune import prune as remove
-    from elastic_ddp.checkpoint.prune import removals
+    from elastic_ddp.checkpoint.housekeeping import ORPHAN_AGE_S, plan_prune, remove, unfinished_uploads
     from elastic_ddp.worker.job import COMMITS
 
     age_s = ORPHAN_AGE_S if orphans_older_than_s is None else orphans_older_than_s
@@ -133,18 +130,16 @@ def prune(
     if not commits.list() and not unfinished_uploads(commits):
         raise ConfigError(f"{run}: there is nothing to prune in this folder. Use <storage>/<name>.")
     with nullcontext() if dry_run else _exclusive_access(run) as lease:
-        # The storage's own clock can only be read by writing an object, which a dry run must not do.
-        now = time.time if dry_run else None
-        items, doubtful = removals(commits, retention, orphan_age_s=age_s, with_set_aside=set_aside, now=now)
+        going, doubtful = plan_prune(commits, retention, orphan_age_s=age_s, with_set_aside=set_aside)
         if lease is not None:
             lease.renew()  # reading the commits can take long
-            remove(commits, items, orphan_age_s=age_s)
+            remove(commits, going)
     if as_json:
         errors = {step: str(error) for step, error in doubtful.items()}
-        report = {"removed": not dry_run, "items": [asdict(item) for item in items], "doubtful": errors}
+        report = {"removed": not dry_run, "items": [asdict(item) for item in going.items], "doubtful": errors}
         print_json(report)
         return
-    _print_removals(items, doubtful, dry_run=dry_run)
+    _print_removals(going.items, doubtful, dry_run=dry_run)
 
 
 @app.command()

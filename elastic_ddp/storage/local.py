@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from elastic_ddp.storage import direct_io
-from elastic_ddp.storage.folder import Folder, Upload
+from elastic_ddp.storage.folder import Entry, Folder, Upload
 
 TEMPORARY_PREFIX = ".tmp-"
 """Prefix of the names of files that are not objects yet."""
@@ -72,15 +72,12 @@ class LocalFolder(Folder):
                         raise OSError(errno.ESTALE, "deleted while it was written", str(target)) from error
         sync_directory(target.parent)
 
-    def sizes(self, prefix: str) -> dict[str, int]:
+    def listing(self, prefix: str) -> dict[str, Entry]:
         return {
-            path.relative_to(self._path).as_posix(): status.st_size
+            path.relative_to(self._path).as_posix(): Entry(status.st_size, status.st_mtime)
             for path, status in self._files(prefix)
             if not is_temporary(path.name)
         }
-
-    def modified(self, prefix: str) -> list[float]:
-        return [status.st_mtime for _, status in self._files(prefix)]
 
     def delete(self, key: str) -> None:
         (self._path / key).unlink(missing_ok=True)

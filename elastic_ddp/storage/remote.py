@@ -5,21 +5,21 @@ from __future__ import annotations
 import os
 import threading
 from contextlib import nullcontext, suppress
-from datetime import UTC
+from datetime import UTC, datetime
 from typing import Any
 
 from fsspec import AbstractFileSystem
 from fsspec.core import url_to_fs
 
 from elastic_ddp.storage.errors import is_missing_bucket
-from elastic_ddp.storage.folder import Folder
+from elastic_ddp.storage.folder import Entry, Folder
 
 _OBJECT_STORES = frozenset({"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "oss", "memory"})
 """File systems that need no parent folders."""
 _MEMORY_LOCK = threading.Lock()
 """fsspec's memory file system checks whether an object exists and then stores it, which is not atomic."""
-_MODIFIED_FIELDS = ("LastModified", "last_modified", "mtime")
-"""Names of the time of the last write in listings of S3, of Azure, and of Google, SFTP and others."""
+_TIME_FIELDS = ("LastModified", "last_modified", "mtime", "created")
+"""Names of the time of the last write in listings of S3, of Azure, of Google, SFTP and others, and of memory."""
 
 
 class RemoteFolder(Folder):
@@ -67,18 +67,12 @@ class RemoteFolder(Folder):
             except (TypeError, ValueError) as error:  # raised by fsspec packages without modes
                 raise NotImplementedError(f"{type(fs).__name__} has no mode='create': {error}") from error
 
-    def sizes(self, prefix: str) -> dict[str, int]:
+    def listing(self, prefix: str) -> dict[str, Entry]:
         _, base = self._open()
-        return {name[len(base) + 1 :]: int(info["size"]) for name, info in self._find(prefix).items()}
-
-    def modified(self, prefix: str) -> list[float]:
-        fs, _ = self._open()
-        times: list[float] = []
-        for name, info in self._find(prefix).items():
-            with suppress(FileNotFoundError):  # deleted since it was listed
-                at = next((info[field] for field in _MODIFIED_FIELDS if info.get(field)), None) or fs.modified(name)
-                times.append(at.replace(tzinfo=at.tzinfo or UTC).timestamp())
-        return times
+        return {
+            name[len(base) + 1 :]: Entry(int(info["size"]), _written_at(info))
+            for name, info in self._find(prefix).items()
+        }
 
     def delete(self, key: str) -> None:
         fs, path = self._locate(key)
@@ -140,3 +134,8 @@ class RemoteFolder(Folder):
             for name, info in listed.items()
             if info["type"] == "file" and name.startswith(inside) and name != inside
         }
+
+
+def _written_at(info: dict[str, Any]) -> float | None:
+    at = next((info[field] for field in _TIME_FIELDS if isinstance(info.get(field), datetime)), None)
+    return None if at is None else at.replace(tzinfo=at.tzinfo or UTC).timestamp()

@@ -16,14 +16,12 @@ import fsspec
 from elastic_ddp.config.storage_uri import check_storage_uri
 from elastic_ddp.errors import ConfigError, StorageError
 from elastic_ddp.storage.errors import format_error, is_missing_bucket, is_permanent, suggest_fix
-from elastic_ddp.storage.folder import Folder, Upload
+from elastic_ddp.storage.folder import Entry, Folder, Upload
 from elastic_ddp.storage.local import TEMPORARY_PREFIX, LocalFolder
 from elastic_ddp.storage.remote import RemoteFolder
 from elastic_ddp.storage.s3 import S3Folder
 
 _KEY_PART = re.compile(r"[A-Za-z0-9._=@+,~:-]+")
-CLOCK_PREFIX = "clock-"
-"""Prefix of the folders that `Storage.now` writes; one stays behind if its process is killed."""
 
 
 class Storage:
@@ -83,36 +81,16 @@ class Storage:
         with self._errors("create", key, FileExistsError):
             self._folder.create(_checked(key), data)
 
-    def sizes(self, prefix: str = "") -> dict[str, int]:
-        """Returns the sizes in bytes of all objects below the folder `prefix`, by key, sorted by key."""
+    def listing(self, prefix: str = "") -> dict[str, Entry]:
+        """Returns all objects below the folder `prefix`, by key, sorted by key; none if there is no such folder."""
         folder = prefix.rstrip("/")
         with self._errors("list", prefix):
-            sizes = self._folder.sizes(_checked(folder) if folder else "")
-        return {key: sizes[key] for key in sorted(sizes) if _is_key(key)}
+            entries = self._folder.listing(_checked(folder) if folder else "")
+        return {key: entries[key] for key in sorted(entries) if _is_key(key)}
 
     def list(self, prefix: str = "") -> list[str]:
-        """Returns the keys of all objects below the folder `prefix`, sorted; none if there is no such folder."""
-        return [*self.sizes(prefix)]
-
-    def last_modified(self, prefix: str) -> float | None:
-        """Returns when anything below the folder `prefix` was last written; None if it is empty.
-
-        The time is in seconds since 1970, by the storage's clock. On a local disk, unfinished writes count too.
-        """
-        with self._errors("date", prefix):
-            return max(self._folder.modified(_checked(prefix.rstrip("/"))), default=None)
-
-    def now(self) -> float:
-        """Returns the time by the storage's clock, from a small object that it writes and deletes."""
-        folder = f"{CLOCK_PREFIX}{uuid.uuid4().hex}"
-        self.write(f"{folder}/now", b"")
-        try:
-            now = self.last_modified(folder)
-        finally:
-            self.delete_tree(folder)
-        if now is None:
-            raise StorageError(f"cannot read the clock of {self.uri}: an object that was just written is not listed")
-        return now
+        """Returns the keys of a listing."""
+        return [*self.listing(prefix)]
 
     def delete(self, key: str) -> None:
         """Deletes an object, which may be missing."""

@@ -12,7 +12,6 @@ import torch
 from moto.s3.models import S3Backend
 
 from elastic_ddp.checkpoint import CheckpointStore, Commit, CommitCatalog, housekeeping
-from elastic_ddp.checkpoint.prune import prune
 from elastic_ddp.storage.storage import Storage
 from elastic_ddp.worker.restore import restore
 from tests.ranks import single_rank_group
@@ -138,7 +137,9 @@ def test_old_uploads_of_killed_savers_are_aborted(
     def clean_up(age_s: float) -> list[str]:
         monkeypatch.setattr(housekeeping, "ORPHAN_AGE_S", age_s)
         if by_command:
-            prune(bucket.storage(), [], orphan_age_s=age_s)
+            housekeeping.remove(
+                bucket.storage(), housekeeping.plan_prune(bucket.storage(), None, orphan_age_s=age_s)[0]
+            )
         else:
             step = len(bucket.storage().list("commits")) + 1
             assert isinstance(save_on_ranks([bucket.storage()], step), Commit)

@@ -16,6 +16,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from elastic_ddp.checkpoint import saver, writer
 from elastic_ddp.checkpoint.planning import BlockPlanner
 from elastic_ddp.errors import StorageError
+from elastic_ddp.storage.folder import Entry
 from elastic_ddp.storage.storage import Storage
 from tests.saving import FileMailbox, Ranks
 
@@ -92,8 +93,8 @@ class FaultyStorage(Storage):
             lambda: plain.create(key, data, **options), lambda: plain.create(key, data[: len(data) // 2], **options)
         )
 
-    def sizes(self, prefix: str = "") -> dict[str, int]:
-        return self._run(lambda: super(FaultyStorage, self).sizes(prefix))  # type: ignore[return-value]
+    def listing(self, prefix: str = "") -> dict[str, Entry]:
+        return self._run(lambda: super(FaultyStorage, self).listing(prefix))  # type: ignore[return-value]
 
     def delete(self, key: str) -> None:
         self._run(lambda: super(FaultyStorage, self).delete(key))

@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Callable, Iterator
 
 from elastic_ddp.errors import StorageError
+from elastic_ddp.storage.folder import Entry
 from elastic_ddp.storage.storage import Storage
 
 
@@ -90,7 +91,7 @@ class UnreadableObjects(Storage):
 class Unlisted(Storage):
     """Fails every listing."""
 
-    def sizes(self, prefix: str = "") -> dict[str, int]:
+    def listing(self, prefix: str = "") -> dict[str, Entry]:
         raise StorageError("connection reset")
 
 
@@ -108,9 +109,9 @@ class Outage(Storage):
         if self.numbers is not None and self.fails(next(self.numbers)):
             raise StorageError("connection reset")
 
-    def sizes(self, prefix: str = "") -> dict[str, int]:
+    def listing(self, prefix: str = "") -> dict[str, Entry]:
         self.count()
-        return super().sizes(prefix)
+        return super().listing(prefix)
 
     def read_into(self, key: str, start: int, buffer: memoryview) -> int:
         self.count(key)

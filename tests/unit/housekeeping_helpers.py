@@ -9,24 +9,29 @@ import pytest
 
 from elastic_ddp.checkpoint import Commit
 from elastic_ddp.checkpoint.manifest import attempt_prefix
+from elastic_ddp.storage.folder import Entry
 from elastic_ddp.storage.storage import Storage
 from tests.single_rank_store import SingleRankStore
 
 
 class ClockedStorage(Storage):
-    """A storage whose clock is wrong by years and can be advanced. It records what is read."""
+    """A storage whose clock is wrong by years. It records what is read.
+
+    Manifests are written `later_s` seconds after all else.
+    """
 
     def __init__(self, uri: str | Path) -> None:
         super().__init__(uri)
         self.later_s = 0.0
         self.read_keys: list[str] = []
 
-    def last_modified(self, prefix: str) -> float | None:
-        at = super().last_modified(prefix)
-        return None if at is None else at - 1e9
-
-    def now(self) -> float:
-        return super().now() + self.later_s
+    def listing(self, prefix: str = "") -> dict[str, Entry]:
+        entries = super().listing(prefix)
+        for key, entry in entries.items():
+            assert entry.written_at is not None
+            later_s = self.later_s if key.startswith("commits/") else 0.0
+            entries[key] = entry._replace(written_at=entry.written_at - 1e9 + later_s)
+        return entries
 
     def read(self, key: str, max_bytes: int | None = None) -> bytes:
         data = super().read(key, max_bytes)

@@ -68,7 +68,7 @@ def test_tensors_written_at_any_world_size_are_read_bit_for_bit(tmp_path: Path, 
     assert restored.keys() == tensors.keys()
     for name, tensor in tensors.items():
         assert same(restored[name], tensor), name
-    assert sum(storage.sizes().values()) == sum(item.size for item in commit.objects)
+    assert sum(entry.size for entry in storage.listing().values()) == sum(item.size for item in commit.objects)
 
 
 def test_ranks_share_the_writing_of_replicated_tensors(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ import torch
 from elastic_ddp.checkpoint import Commit
 from elastic_ddp.checkpoint.manifest import committed_steps, parse_set_aside
 from elastic_ddp.errors import CheckpointError, StorageError
+from elastic_ddp.storage.folder import Entry
 from elastic_ddp.storage.storage import Storage
 from tests.single_rank_store import SingleRankStore
 from tests.unit.states import make_state, step_of
@@ -283,8 +284,8 @@ class _BusySaver(Storage):
 
     busy = True
 
-    def sizes(self, prefix: str = "") -> dict[str, int]:
-        restored = super().sizes(prefix)
+    def listing(self, prefix: str = "") -> dict[str, Entry]:
+        restored = super().listing(prefix)
         if self.busy:
             self.busy = False
             save(Storage(self.uri), 3, 4, keep=1)

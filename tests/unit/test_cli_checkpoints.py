@@ -216,7 +216,7 @@ def test_ls_leaves_out_a_commit_that_is_removed_meanwhile(
     def check_present(self: Commit, sizes: Any) -> None:
         if self.step == 10:  # its manifest was read
             pruning.prune(storage, going)
-        plain(self, storage.sizes(self.prefix))
+        plain(self, storage.listing(self.prefix))
 
     monkeypatch.setattr(Commit, "check_present", check_present)
     assert [row["step"] for row in json.loads(invoke("ls", str(tmp_path / "lm"), "--json").stdout)] == [30, 20]

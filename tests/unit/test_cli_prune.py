@@ -13,8 +13,7 @@ from unittest.mock import patch
 
 import pytest
 
-from elastic_ddp.checkpoint import Commit, CommitCatalog
-from elastic_ddp.checkpoint import prune as pruning
+from elastic_ddp.checkpoint import Commit, CommitCatalog, housekeeping
 from elastic_ddp.checkpoint.manifest import attempt_prefix, set_aside_key
 from elastic_ddp.errors import ConfigError, DriverReplacedError, StorageError
 from elastic_ddp.storage.lease import DriverLease, find_holder
@@ -265,13 +264,13 @@ def test_prune_holds_the_lease_of_the_run(
     tmp_path: Path, commits: list[Commit], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[Driver | None] = []
-    plain = pruning.prune
+    plain = housekeeping.remove
 
     def slowly(*arguments: Any, **options: Any) -> None:
         seen.append(find_holder(Storage(tmp_path / "lm")))
         plain(*arguments, **options)
 
-    monkeypatch.setattr(pruning, "prune", slowly)
+    monkeypatch.setattr(housekeeping, "remove", slowly)
     assert prune(tmp_path, "--keep", "1")
     [during] = seen
     assert during is not None and during.pid == os.getpid() and find_holder(Storage(tmp_path / "lm")) is None

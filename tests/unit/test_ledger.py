@@ -77,9 +77,9 @@ def test_a_long_session_starts_new_segments_and_keeps_old_ones(tmp_path: Path) -
         ledger.append(RunFailed(error=f"{number}" + "x" * 4000))
         ledger.flush()
     assert [event.seq for event in read_ledger(storage)] == list(range(50))
-    sizes = storage.sizes("ledger")
-    assert [*sizes] == [f"ledger/s1-{number:06d}.jsonl" for number in range(4)]
-    assert max(sizes.values()) <= 64 * 1024
+    segments = storage.listing("ledger")
+    assert [*segments] == [f"ledger/s1-{number:06d}.jsonl" for number in range(4)]
+    assert max(entry.size for entry in segments.values()) <= 64 * 1024
     assert list(storage.writes) == sorted(storage.writes)
     written = len(storage.writes)
     ledger.flush()

@@ -15,17 +15,16 @@ from typing import Any
 import pytest
 
 from elastic_ddp.checkpoint import Commit, Retention
-from elastic_ddp.checkpoint.housekeeping import ORPHAN_AGE_S
+from elastic_ddp.checkpoint.housekeeping import ORPHAN_AGE_S, plan_prune, remove
 from elastic_ddp.checkpoint.manifest import attempt_prefix, manifest_key
-from elastic_ddp.checkpoint.prune import prune, removals
 from elastic_ddp.checkpoint.writer import StateWriter
 from elastic_ddp.errors import CheckpointError, PeerFailedError, StorageError
-from elastic_ddp.storage.folder import Upload
+from elastic_ddp.storage.folder import Entry, Upload
 from elastic_ddp.storage.local import TEMPORARY_PREFIX
 from elastic_ddp.storage.storage import Storage
 from tests.single_rank_store import SingleRankStore
 from tests.unit.housekeeping_helpers import ClockedStorage, open_storage, save, steps_in, write_orphan
-from tests.unit.test_checkpoint import corrupt, keys_of
+from tests.unit.test_checkpoint import corrupt
 
 
 @pytest.fixture(params=["local", "memory", "s3"])
@@ -79,9 +78,10 @@ def test_an_unfinished_manifest_is_removed_once_it_is_old(tmp_path: Path) -> Non
 def test_prune_finds_temporary_files_of_a_killed_saver(tmp_path: Path) -> None:
     left_by_a_kill_before("replace", tmp_path)
     storage = Storage(tmp_path)
-    [orphan], _ = removals(storage, None, orphan_age_s=0, with_set_aside=False)
+    going, _ = plan_prune(storage, None, orphan_age_s=0)
+    [orphan] = going.items
     assert (orphan.what, orphan.step) == ("orphan", 5) and orphan.num_bytes >= 1 << 18
-    prune(storage, [orphan], orphan_age_s=0)
+    remove(storage, going)
     assert storage.uploads() == [] and not (tmp_path / "step=5").exists()
 
 
@@ -90,7 +90,7 @@ class Uploading(ClockedStorage):
 
     def __init__(self, uri: str | Path, keys: list[str]) -> None:
         super().__init__(uri)
-        self._begun = {key: Upload(key, "id", self.now()) for key in keys}
+        self._begun = {key: Upload(key, "id", time.time() - 1e9) for key in keys}
 
     def uploads(self, prefix: str = "") -> list[Upload]:
         return [*self._begun.values()]
@@ -117,9 +117,9 @@ def test_prune_aborts_uploads_to_the_folders_that_it_removes(tmp_path: Path) -> 
     store = SingleRankStore(Storage(tmp_path), keep=9)
     commits = [save(store, step) for step in (1, 2)]
     storage = Uploading(tmp_path, [f"{commit.prefix}/9-0.bin" for commit in commits])
-    chosen, _ = removals(storage, Retention(last=1), orphan_age_s=ORPHAN_AGE_S, with_set_aside=False)
-    assert [removal.step for removal in chosen] == [1]
-    prune(storage, chosen)
+    going, _ = plan_prune(storage, Retention(last=1))
+    assert [removal.step for removal in going.items] == [1]
+    remove(storage, going)
     assert [upload.key for upload in storage.uploads()] == [f"{commits[1].prefix}/9-0.bin"], (
         "a process may be writing it"
     )
@@ -135,15 +135,6 @@ def test_an_orphan_of_a_later_step_expires_by_the_clock_of_the_storage(storage: 
     storage.later_s = ORPHAN_AGE_S + 60
     save(store, 3)
     assert not storage.list("step=50") and restored_step_of(storage) == 3
-
-
-def test_clock_objects_of_a_killed_saver_are_removed(storage: ClockedStorage, monkeypatch: pytest.MonkeyPatch) -> None:
-    with monkeypatch.context() as patch:
-        patch.setattr(Storage, "delete_tree", lambda *_: None)  # the process is killed before
-        storage.now()
-    assert len(storage.list()) == 1
-    commit = save(SingleRankStore(storage, keep=1), 1)
-    assert storage.list() == sorted(keys_of(commit))
 
 
 class Interrupted(Storage):
@@ -292,17 +283,14 @@ def test_attempts_that_begin_after_the_listing_are_not_removed(tmp_path: Path) -
     assert written and [storage.list(prefix) for prefix in written] == [[f"{prefix}/0-0.bin"] for prefix in written]
 
 
-def test_a_storage_without_modification_times_keeps_its_orphans(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_storage_without_modification_times_keeps_its_orphans(tmp_path: Path) -> None:
     class Undated(Storage):
-        def last_modified(self, prefix: str) -> float | None:
-            raise StorageError("there are no modification times")
+        def listing(self, prefix: str = "") -> dict[str, Entry]:
+            return {key: entry._replace(written_at=None) for key, entry in super().listing(prefix).items()}
 
     storage = Undated(tmp_path)
     orphan = write_orphan(storage, 9)
-    save(SingleRankStore(storage, keep=1), 1)
-    with caplog.at_level(logging.WARNING):
-        save(SingleRankStore(storage, keep=1), 2)
-    assert storage.list(orphan) and "there are no modification times" in caplog.text
+    for step in (1, 2):
+        save(SingleRankStore(storage, keep=1), step)
+    assert storage.list(orphan)
     assert steps_in(storage) == [2], "superseded commits are removed"

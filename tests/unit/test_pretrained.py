@@ -218,7 +218,7 @@ def load_all(group: ProcessGroup, folder: str) -> list[tuple[int | str, list[str
 
     plain: Any = Storage.read_into
     if group.rank == 1:
-        Storage.read = Storage.sizes = Storage.size = forbidden  # type: ignore[method-assign]
+        Storage.read = Storage.listing = Storage.size = forbidden  # type: ignore[method-assign]
     cases = (("damaged", None), ("damaged", 2), ("damaged", 1), ("nothing", None))
     loaded = [load(group, f"{folder}/{uri}", step) for uri, step in cases]
     loaded.append(load(group, f"{folder}/good", out=3 + group.rank))

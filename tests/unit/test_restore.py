@@ -17,6 +17,7 @@ from elastic_ddp.checkpoint.reader import allocate_state
 from elastic_ddp.checkpoint.targets import Targets
 from elastic_ddp.distributed.process_group import FORM_TIMEOUT_S, ProcessGroup
 from elastic_ddp.errors import PeerFailedError, StorageError
+from elastic_ddp.storage.folder import Entry
 from elastic_ddp.storage.storage import Storage
 from elastic_ddp.worker import shared_read
 from elastic_ddp.worker.restore import restore
@@ -146,10 +147,10 @@ class ReadsAtOnce(Storage):
         super().__init__(uri)
         self.both = threading.Barrier(2, timeout=30)
 
-    def sizes(self, prefix: str = "") -> dict[str, int]:
+    def listing(self, prefix: str = "") -> dict[str, Entry]:
         if prefix.startswith("step="):
             self.both.wait()
-        return super().sizes(prefix)
+        return super().listing(prefix)
 
     def read(self, key: str, max_bytes: int | None = None) -> bytes:
         if key.startswith("step="):
@@ -168,11 +169,11 @@ def test_a_restore_makes_three_round_trips_before_its_first_piece(tmp_path: Path
 class RemovedWhenListed(Storage):
     """The newest commit is removed when its objects are listed."""
 
-    def sizes(self, prefix: str = "") -> dict[str, int]:
+    def listing(self, prefix: str = "") -> dict[str, Entry]:
         if prefix.startswith("step=2/"):
             self.delete("commits/2.json")
             self.delete_tree(prefix)
-        return super().sizes(prefix)
+        return super().listing(prefix)
 
 
 def test_a_commit_that_was_removed_since_it_was_listed_is_not_rejected(tmp_path: Path) -> None:

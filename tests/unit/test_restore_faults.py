@@ -10,6 +10,7 @@ import pytest
 
 from elastic_ddp.distributed.process_group import ProcessGroup
 from elastic_ddp.errors import PeerFailedError, StorageError
+from elastic_ddp.storage.folder import Entry
 from elastic_ddp.storage.storage import Storage
 from elastic_ddp.worker.restore import restore
 from tests.ranks import run_ranks, single_rank_group
@@ -39,11 +40,11 @@ class UnlistedOnce(Storage):
 
     was_listed = False
 
-    def sizes(self, prefix: str = "") -> dict[str, int]:
+    def listing(self, prefix: str = "") -> dict[str, Entry]:
         if prefix.startswith("step=2/") and not self.was_listed:
             self.was_listed = True
             return {}
-        return super().sizes(prefix)
+        return super().listing(prefix)
 
 
 def test_bytes_damaged_in_transit_are_read_again(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from elastic_ddp.checkpoint.manifest import Commit, Skeleton, committed_steps
 from elastic_ddp.checkpoint.record import Measurement
 from elastic_ddp.checkpoint.retention import Removal, Retention, kept, plan_removals
+from elastic_ddp.storage.folder import Entry
 
 
 def complete(*steps: int) -> dict[int, Measurement | None]:
@@ -83,7 +84,9 @@ def orphan(step: int) -> Commit:
 
 
 def planned(keys: list[str], staying: set[int], read: list[Commit], **options: Any) -> list[Removal]:
-    return plan_removals(dict.fromkeys(keys, 1), [], staying, read, **options)
+    """Plans with objects of one byte, all of the same age."""
+    listing = dict.fromkeys(keys, Entry(1, 1000.0))
+    return plan_removals(listing, [], staying, read, written_before=1000.0, **options).items
 
 
 def folders(removals: list[Removal], what: str) -> list[str]:

@@ -13,6 +13,7 @@ import pytest
 from elastic_ddp.checkpoint import Commit, staging
 from elastic_ddp.errors import StorageError
 from elastic_ddp.storage import watchdog
+from elastic_ddp.storage.folder import Entry
 from elastic_ddp.storage.storage import Storage
 from tests.saving import Ranks, check_commits
 from tests.unit.faulty import ranks_of_many_blocks
@@ -46,9 +47,9 @@ class HungStorage(Storage):
         self._wait("create")
         super().create(key, data, **options)
 
-    def sizes(self, prefix: str = "") -> dict[str, int]:
+    def listing(self, prefix: str = "") -> dict[str, Entry]:
         self._wait(f"list {prefix.partition('=')[0]}".rstrip())
-        return super().sizes(prefix)
+        return super().listing(prefix)
 
 
 def threads_of(step: int) -> list[threading.Thread]:

@@ -9,6 +9,7 @@ import pytest
 
 from elastic_ddp.checkpoint import Commit
 from elastic_ddp.errors import PeerFailedError
+from elastic_ddp.storage.folder import Entry
 from elastic_ddp.storage.storage import Storage
 from elastic_ddp.worker.restore import restore
 from tests.ranks import single_rank_group
@@ -80,8 +81,8 @@ class HoldingStorage(Storage):
         super().__init__(uri)
         self._zombie = zombie
 
-    def sizes(self, prefix: str = "") -> dict[str, int]:
-        sizes = super().sizes(prefix)
+    def listing(self, prefix: str = "") -> dict[str, Entry]:
+        sizes = super().listing(prefix)
         if self._zombie.kind == "lists":
             self._zombie.hold()
         return sizes

@@ -20,6 +20,7 @@ from fsspec import AbstractFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 
 from elastic_ddp.errors import ConfigError, StorageError
+from elastic_ddp.storage.folder import Entry
 from elastic_ddp.storage.storage import Storage
 
 
@@ -37,7 +38,7 @@ def test_objects_are_written_read_listed_and_deleted(storage: Storage) -> None:
     storage.write("a", b"one")
     assert storage.read("a") == b"one"
     assert storage.list() == ["a", "b/deep/er.json", "b/two.json"]
-    assert storage.sizes("b") == {"b/deep/er.json": 0, "b/two.json": 1}
+    assert {key: entry.size for key, entry in storage.listing("b").items()} == {"b/deep/er.json": 0, "b/two.json": 1}
     assert storage.list("b/") == ["b/deep/er.json", "b/two.json"]
     assert storage.at("b").list() == ["deep/er.json", "two.json"]
     storage.delete("b/two.json")
@@ -73,14 +74,13 @@ def test_a_conditional_delete_spares_other_bytes(storage: Storage) -> None:
     assert not storage.delete_if("a", b"one")
 
 
-def test_a_folder_is_dated_by_the_storages_own_clock(storage: Storage) -> None:
+def test_objects_are_dated_by_the_storages_own_clock(storage: Storage) -> None:
     before = time.time()  # the storage has this machine's clock here
     storage.write("a/deep/one", b"")
     storage.write("ab/two", b"")
-    [first, now] = [storage.last_modified("a"), storage.now()]
-    assert first is not None and before - 1.5 <= first <= now <= time.time() + 0.5, "S3 rounds to seconds"
-    assert storage.last_modified("nothing") is None
-    assert storage.list() == ["a/deep/one", "ab/two"], "now() leaves nothing behind"
+    [(key, entry)] = storage.listing("a").items()
+    assert key == "a/deep/one" and entry.written_at is not None
+    assert before - 1.5 <= entry.written_at <= time.time() + 0.5, "S3 rounds to seconds"
 
 
 @pytest.mark.parametrize("listed", ["2017-07-14T02:40:00+00:00", "2017-07-14T02:40:00", "2017-07-14T04:40:00+02:00"])
@@ -93,18 +93,7 @@ def test_every_format_of_modification_times_is_understood(
     fs, base = storage.filesystem_and_path()[0].handler.fs, storage.filesystem_and_path()[1]
     listing = {f"{base}/a/b": {"type": "file", "size": 1, field: datetime.fromisoformat(listed)}}
     monkeypatch.setattr(type(fs), "find", lambda *_, **__: listing)
-    assert storage.last_modified("a") == 1_500_000_000.0
-
-
-def test_a_storage_without_modification_times_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object) -> None:
-        raise NotImplementedError("this file system has no modification times")
-
-    storage = Storage(f"memory://{uuid.uuid4().hex}")
-    storage.write("a/b", b"1")
-    monkeypatch.setattr(type(storage.filesystem_and_path()[0].handler.fs), "modified", refuse)
-    with pytest.raises(StorageError, match=r"cannot date 'a' in memory://.*no modification times"):
-        storage.last_modified("a")
+    assert storage.listing("a")["a/b"] == Entry(1, 1_500_000_000.0)
 
 
 def test_a_folder_does_not_include_one_with_a_longer_name(storage: Storage) -> None:

@@ -12,6 +12,7 @@ import pytest
 
 from elastic_ddp.errors import ConfigError, StorageError
 from elastic_ddp.storage import local
+from elastic_ddp.storage.folder import Entry, Upload
 from elastic_ddp.storage.storage import Storage
 
 
@@ -24,16 +25,16 @@ def test_local_addresses_become_absolute(tmp_path: Path, monkeypatch: pytest.Mon
     assert Storage("s3://bucket/runs/").at("one").uri == "s3://bucket/runs/one"
 
 
-def test_unfinished_writes_count_for_the_date_of_a_folder(tmp_path: Path) -> None:
+def test_objects_and_unfinished_writes_are_dated(tmp_path: Path) -> None:
     storage = Storage(tmp_path)
     storage.write("a/old", b"")
     storage.write("a/new", b"")
     os.utime(tmp_path / "a" / "old", (1000.0, 1000.0))
     os.utime(tmp_path / "a" / "new", (2000.0, 2000.0))
-    assert storage.last_modified("a") == 2000.0
     (tmp_path / "a" / ".tmp-0123").write_bytes(b"half")
     os.utime(tmp_path / "a" / ".tmp-0123", (3000.0, 3000.0))
-    assert storage.last_modified("a") == 3000.0
+    assert storage.listing("a") == {"a/new": Entry(0, 2000.0), "a/old": Entry(0, 1000.0)}
+    assert storage.uploads() == [Upload("a/.tmp-0123", ".tmp-0123", 3000.0, 4)]
 
 
 def test_a_write_that_dies_leaves_the_old_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
