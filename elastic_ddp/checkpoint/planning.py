@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, NamedTuple, TypeGuard
 
 import torch
 
-from elastic_ddp.tensors.dtensor import is_dtensor, shard_of
+from elastic_ddp.tensors.dtensor import is_dtensor
 
 if TYPE_CHECKING:
-    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
     from torch.distributed.tensor import DTensor
 
 BLOCK_BYTES = 16 << 20
@@ -39,36 +38,28 @@ class Block(NamedTuple):
         return math.prod(self.sizes) * self.dtype.itemsize
 
 
-class BlockPlanner:
-    """Cuts the tensors of a state into blocks.
+class Box(NamedTuple):
+    """A part of a tensor."""
 
-    Attributes:
-        num_blocks: number of blocks in the newest plan, on all ranks together.
+    offsets: torch.Size
+    """First index in each dimension."""
+    sizes: torch.Size
+
+
+def plan_blocks(tensors: Mapping[str, torch.Tensor], block_bytes: int | None = None) -> list[Block]:
+    """Cuts tensors into blocks of at most `block_bytes`, by default `BLOCK_BYTES`.
+
+    Returns the blocks that this rank holds: all of replicated tensors, its shards of the others.
     """
-
-    def __init__(self, block_bytes: int = BLOCK_BYTES) -> None:
-        self._block_bytes = block_bytes
-        self.num_blocks = 0
-
-    def plan(self, tensors: Mapping[str, torch.Tensor]) -> list[Block]:
-        """Returns the blocks that this rank holds: all of replicated tensors, its shards of the others."""
-        plan: list[Block] = []
-        self.num_blocks = 0
-        for name, tensor in tensors.items():
-            blocks = list(self._cut(name, tensor))
-            shards = shard_shapes(tensor) if is_sharded(tensor) else []
-            counts = (sum(1 for _ in blocks_of(shape, tensor.element_size(), self._block_bytes)) for shape in shards)
-            self.num_blocks += sum(counts) if is_sharded(tensor) else len(blocks)
-            plan += blocks
-        return plan
-
-    def _cut(self, name: str, tensor: torch.Tensor) -> Iterator[Block]:
+    plan: list[Block] = []
+    for name, tensor in tensors.items():
         box, sharded = local_box(tensor), is_sharded(tensor)
-        for first, sizes in blocks_of(box.sizes, tensor.element_size(), self._block_bytes):
+        for first, sizes in blocks_of(box.sizes, tensor.element_size(), block_bytes or BLOCK_BYTES):
             if math.prod(sizes) or not tensor.numel():  # a rank may have a shard without elements
                 offsets = torch.Size(start + offset for start, offset in zip(box.offsets, first, strict=True))
                 local_offsets = None if sizes == box.sizes else first
-                yield Block(name, tensor.dtype, tensor.size(), offsets, sizes, local_offsets, sharded)
+                plan.append(Block(name, tensor.dtype, tensor.size(), offsets, sizes, local_offsets, sharded))
+    return plan
 
 
 def local_blocks(tensors: Mapping[str, torch.Tensor], blocks: Iterable[Block]) -> list[torch.Tensor]:
@@ -86,19 +77,17 @@ def is_sharded(tensor: torch.Tensor) -> TypeGuard[DTensor]:
     return is_dtensor(tensor) and not all(placement.is_replicate() for placement in tensor.placements)
 
 
-def local_box(tensor: torch.Tensor) -> ChunkStorageMetadata:
-    """Returns offsets and sizes of this rank's part of a tensor."""
-    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
-
+def local_box(tensor: torch.Tensor) -> Box:
+    """Returns this rank's part of a tensor."""
     if not is_dtensor(tensor):
-        return ChunkStorageMetadata(torch.Size([0] * tensor.dim()), tensor.shape)
-    [box] = tensor.__create_chunk_list__()  # the protocol of torch.distributed.checkpoint
-    return box
+        return Box(torch.Size([0] * tensor.dim()), tensor.shape)
+    [chunk] = tensor.__create_chunk_list__()  # the protocol of torch.distributed.checkpoint
+    return Box(chunk.offsets, chunk.sizes)
 
 
-def local_boxes(tensors: Mapping[str, torch.Tensor]) -> dict[str, ChunkStorageMetadata]:
+def local_boxes(tensors: Mapping[str, torch.Tensor]) -> dict[str, Box]:
     """Returns `local_box` of each tensor, computed once for tensors of equal shape and placements: DTensor is slow."""
-    known: dict[object, ChunkStorageMetadata] = {}
+    known: dict[object, Box] = {}
     boxes = {}
     for name, tensor in tensors.items():
         layout = (tensor.device_mesh, tensor.placements) if is_dtensor(tensor) else None
@@ -107,27 +96,6 @@ def local_boxes(tensors: Mapping[str, torch.Tensor]) -> dict[str, ChunkStorageMe
             known[kind] = local_box(tensor)
         boxes[name] = known[kind]
     return boxes
-
-
-def shard_shapes(tensor: DTensor) -> list[torch.Size]:
-    """Returns the shapes of all ranks' shards that have elements.
-
-    Of a tensor that is not sharded in one dimension of one mesh dimension, it returns only that of this rank.
-    """
-    from torch.distributed.tensor import Shard
-
-    match tensor.placements:
-        case (Shard(dim=dim),):
-            rows = -(-tensor.shape[dim] // tensor.device_mesh.size()) or 1  # as torch.chunk does it
-            lengths = [min(rows, tensor.shape[dim] - first) for first in range(0, tensor.shape[dim], rows)]
-            return [torch.Size([*tensor.shape[:dim], length, *tensor.shape[dim + 1 :]]) for length in lengths]
-        case _:
-            return [tensor.to_local().shape]
-
-
-def laid_out(local: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Returns a tensor with the placements of `like`, of which `local` is this rank's part."""
-    return shard_of(local, like) if is_dtensor(like) else local
 
 
 def blocks_of(shape: torch.Size, element_bytes: int, block_bytes: int) -> Iterator[tuple[torch.Size, torch.Size]]:

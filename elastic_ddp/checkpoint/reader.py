@@ -10,19 +10,23 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
 from elastic_ddp.checkpoint.confirmed_read import read_twice
 from elastic_ddp.checkpoint.manifest import MAX_MANIFEST_BYTES, Commit, padded
 from elastic_ddp.checkpoint.pieces import MAX_PIECE_BYTES, Piece
-from elastic_ddp.checkpoint.planning import laid_out, local_boxes
+from elastic_ddp.checkpoint.planning import local_boxes
 from elastic_ddp.checkpoint.targets import Targets
 from elastic_ddp.errors import CheckpointError, ConfigError, format_exception
 from elastic_ddp.storage.storage import Storage
 from elastic_ddp.tensors import host_memory
+from elastic_ddp.tensors.dtensor import is_dtensor, shard_of
 from elastic_ddp.tensors.state_tree import Layout, unflatten
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 POSITION = "position"
 """The component of a run's state with the number of steps done."""
@@ -151,13 +155,17 @@ def allocate_state(
 def as_sharded(commit: Commit, tensors: Mapping[str, torch.Tensor], layout: Layout) -> dict[str, torch.Tensor]:
     """Returns the filled tensors of `allocate_state`, as DTensors where the layout has one."""
     likes = _likes(commit, tensors, layout)
-    return {name: laid_out(tensor, likes.get(name, tensor)) for name, tensor in tensors.items()}
+    return {name: shard_of(tensor, likes[name]) if name in likes else tensor for name, tensor in tensors.items()}
 
 
-def _likes(commit: Commit, names: Iterable[str], layout: Layout) -> dict[str, torch.Tensor]:
-    """Returns the layout's tensors that have the shape of the stored ones, by name."""
+def _likes(commit: Commit, names: Iterable[str], layout: Layout) -> dict[str, DTensor]:
+    """Returns the layout's DTensors that have the shape of the stored tensors, by name."""
     likes = ((name, layout(name)) for name in names)
-    return {name: like for name, like in likes if like is not None and like.shape == commit.tensors[name].shape}
+    return {
+        name: like
+        for name, like in likes
+        if like is not None and is_dtensor(like) and like.shape == commit.tensors[name].shape
+    }
 
 
 def _as_stored(commit: Commit, names: Iterable[str]) -> list[list[str]]:

@@ -4,21 +4,27 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import NamedTuple
 
 import torch
 
 from elastic_ddp.checkpoint.manifest import ALIGNMENT, StoredBlock, StoredTensor, padded
 from elastic_ddp.checkpoint.pieces import Piece
-from elastic_ddp.checkpoint.planning import narrowed
+from elastic_ddp.checkpoint.planning import Box, narrowed
 from elastic_ddp.tensors import host_memory
-
-if TYPE_CHECKING:
-    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
-    from torch.distributed.checkpoint.planner import ReadItem
 
 # Otherwise the padding of a block would overwrite the next tensor in memory.
 assert host_memory.ALIGNMENT == ALIGNMENT
+
+
+class _Copy(NamedTuple):
+    """What a tensor needs from a block."""
+
+    source: tuple[int, ...]
+    """First index in each dimension of the block."""
+    target: tuple[int, ...]
+    """First index in each dimension of the tensor to fill."""
+    sizes: torch.Size
 
 
 class Targets:
@@ -29,28 +35,25 @@ class Targets:
         memory: has the tensors to fill.
     """
 
-    def __init__(
-        self, tensors: Mapping[str, tuple[StoredTensor, ChunkStorageMetadata]], memory: host_memory.Memory
-    ) -> None:
+    def __init__(self, tensors: Mapping[str, tuple[StoredTensor, Box]], memory: host_memory.Memory) -> None:
         self._memory = memory
-        self._copies: dict[tuple[str, tuple[int, ...]], list[ReadItem]] = {}
-        """What to copy from each block, by the tensor's name and the block's offsets."""
+        self._copies: dict[tuple[str, tuple[int, ...]], _Copy] = {}
+        """By the tensor's name and the block's offsets."""
         self._in_place: set[tuple[str, int]] = set()
         """Key and start of the pieces that are read into the tensors themselves."""
-        planned: dict[object, dict[tuple[int, ...], list[ReadItem]]] = {}  # many tensors of a model are alike
+        planned: dict[object, dict[tuple[int, ...], _Copy]] = {}  # many tensors of a model are alike
         for name, (stored, part) in tensors.items():
             boxes = tuple((block.offsets, block.sizes) for block in stored.blocks)
-            kind = stored.shape, boxes, part.offsets, part.sizes
+            kind = boxes, part
             if kind not in planned:
-                planned[kind] = _plan_copies(stored, part)
-                num_filled = sum(math.prod(item.lengths) for items in planned[kind].values() for item in items)
-                if num_filled != math.prod(part.sizes):
+                planned[kind] = {offsets: copy for offsets, sizes in boxes if (copy := _overlap(offsets, sizes, part))}
+                if sum(math.prod(copy.sizes) for copy in planned[kind].values()) != math.prod(part.sizes):
                     # Not a CheckpointError: the commit is good, and the layout asks for what it cannot have.
                     raise RuntimeError(
                         f"{name} has the shape {stored.shape}; there is no part of shape {tuple(part.sizes)} at "
                         f"{tuple(part.offsets)} in it"
                     )
-            self._copies |= {(name, offsets): items for offsets, items in planned[kind].items()}
+            self._copies |= {(name, offsets): copy for offsets, copy in planned[kind].items()}
 
     def needs(self, name: str, block: StoredBlock) -> bool:
         """Whether a block holds an element to fill."""
@@ -70,11 +73,11 @@ class Targets:
         for name, block in piece.blocks:
             if not math.prod(block.sizes):
                 continue
-            items = self._copies.get((name, block.offsets), ())
-            if len(items) != 1 or tuple(items[0].lengths) != block.sizes:
+            copy = self._copies.get((name, block.offsets))
+            if copy is None or copy.sizes != block.sizes:
                 return None
             target = self._memory.tensors[name]
-            part = narrowed(target, list(items[0].dest_offsets), items[0].lengths)
+            part = narrowed(target, copy.target, copy.sizes)
             offset = part.data_ptr() - target.data_ptr()
             address = self._memory.addresses[name] + offset
             if begin is None:
@@ -91,30 +94,23 @@ class Targets:
         """Copies what the tensors need from the bytes of a piece, unless it was read into place."""
         is_in_place = (piece.key, piece.start) in self._in_place
         for name, block in piece.blocks:
-            num_elements = math.prod(block.sizes)
-            if not num_elements or (is_in_place and not self._memory.is_apart(name)):
+            num_elements, copy = math.prod(block.sizes), self._copies.get((name, block.offsets))
+            if copy is None or not num_elements or (is_in_place and not self._memory.is_apart(name)):
                 continue
-            for item in self._copies.get((name, block.offsets), ()):
-                target = self._memory.tensors[name]
-                start = block.start - piece.start
-                source = torch.frombuffer(data, dtype=target.dtype, count=num_elements, offset=start)
-                part = narrowed(source.view(block.sizes), list(item.storage_offsets), item.lengths)
-                narrowed(target, list(item.dest_offsets), item.lengths).copy_(part)
+            target = self._memory.tensors[name]
+            source = torch.frombuffer(data, dtype=target.dtype, count=num_elements, offset=block.start - piece.start)
+            part = narrowed(source.view(block.sizes), copy.source, copy.sizes)
+            narrowed(target, copy.target, copy.sizes).copy_(part)
 
 
-def _plan_copies(stored: StoredTensor, part: ChunkStorageMetadata) -> dict[tuple[int, ...], list[ReadItem]]:
-    """Returns what to copy from each block of a tensor into a part of it, by the block's offsets."""
-    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorProperties, TensorStorageMetadata
-    from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
-
-    chunks = [
-        ChunkStorageMetadata(torch.Size(block.offsets), torch.Size(block.sizes))
-        for block in stored.blocks
-        if math.prod(block.sizes)  # an empty block may have the offsets of another
-    ]
-    metadata = TensorStorageMetadata(TensorProperties(stored.torch_dtype), torch.Size(stored.shape), chunks=chunks)
-    copies: dict[tuple[int, ...], list[ReadItem]] = {}
-    for item in create_read_items_for_chunk_list("", metadata, [part]):
-        assert item.storage_index.offset is not None
-        copies.setdefault(tuple(item.storage_index.offset), []).append(item)
-    return copies
+def _overlap(offsets: tuple[int, ...], sizes: tuple[int, ...], part: Box) -> _Copy | None:
+    """Returns what to copy from a block into a part of the same tensor; None if they have no element in common."""
+    starts = [max(pair) for pair in zip(offsets, part.offsets, strict=True)]
+    block_ends = map(sum, zip(offsets, sizes, strict=True))
+    part_ends = map(sum, zip(part.offsets, part.sizes, strict=True))
+    common = [min(ends) - start for *ends, start in zip(block_ends, part_ends, starts, strict=True)]
+    if any(size <= 0 for size in common):
+        return None
+    source = tuple(start - offset for start, offset in zip(starts, offsets, strict=True))
+    target = tuple(start - offset for start, offset in zip(starts, part.offsets, strict=True))
+    return _Copy(source, target, torch.Size(common))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from elastic_ddp.checkpoint.manifest import (
     stored_dtype,
 )
 from elastic_ddp.checkpoint.parts import Part, TensorKind
-from elastic_ddp.checkpoint.planning import Block, BlockPlanner, share_of
+from elastic_ddp.checkpoint.planning import Block, plan_blocks, share_of
 from elastic_ddp.checkpoint.replica_check import Sampler
 from elastic_ddp.checkpoint.staging import BlockWriter
 from elastic_ddp.errors import CheckpointError
@@ -45,7 +45,7 @@ class StateWriter:
 
     def __init__(self, *, of_rank_0: frozenset[str] = frozenset()) -> None:
         self._of_rank_0 = of_rank_0
-        self._planner, self._blocks, self._sampler = BlockPlanner(), BlockWriter(), Sampler()
+        self._blocks, self._sampler = BlockWriter(), Sampler()
         self._skeletons: dict[str, Any] | None = None
         """On rank 0: of the staged state, until it is written. They share nothing with the state, which may change."""
         self._rank = 0
@@ -60,8 +60,7 @@ class StateWriter:
         """Raises CheckpointError for a state that cannot be saved, before training."""
         skeletons, tensors = _flatten_components(state)
         _encode(skeletons)
-        self._planner.plan(tensors)
-        _check_tensors(tensors, self._planner.num_blocks)
+        _check_tensors(tensors, plan_blocks(tensors))
 
     def stage(self, state: dict[str, Any], *, rank: int, world_size: int, seed: str = "") -> None:
         """Copies this rank's share. The state may change after the return.
@@ -86,8 +85,8 @@ class StateWriter:
         self._sampler.stage(self._replicated if world_size > 1 else [], tensors, seed)
 
     def _plan(self, tensors: dict[str, torch.Tensor], rank: int, world_size: int) -> None:
-        plan = self._planner.plan(tensors)
-        _check_tensors(tensors, self._planner.num_blocks)
+        plan = plan_blocks(tensors)
+        _check_tensors(tensors, plan)
         sharded, different, of_rank_0, shared = list[Block](), list[Block](), list[Block](), list[Block]()
         for block in plan:
             if block.is_sharded:
@@ -147,9 +146,13 @@ def _flatten_components(state: dict[str, Any]) -> tuple[dict[str, Any], dict[str
     return skeletons, tensors
 
 
+def _num_shards(tensor: torch.Tensor) -> int:
+    return tensor.device_mesh.size() if is_dtensor(tensor) else 1
+
+
 def _is_written(block: Block, number: int, tensors: Mapping[str, torch.Tensor], rank: int, world_size: int) -> bool:
     """Returns whether this rank writes a block of a sharded tensor: groups that each hold all shards take turns."""
-    num_shards = tensors[block.tensor].device_mesh.size()  # type: ignore[attr-defined]
+    num_shards = _num_shards(tensors[block.tensor])
     return number % max(1, world_size // num_shards) == rank // num_shards
 
 
@@ -173,13 +176,14 @@ def _encode(skeletons: dict[str, Any]) -> bytes:
     return encoded
 
 
-def _check_tensors(tensors: Mapping[str, torch.Tensor], num_blocks: int) -> None:
+def _check_tensors(tensors: Mapping[str, torch.Tensor], blocks: Iterable[Block]) -> None:
     """Raises CheckpointError if a dtype is not supported, or there are too many blocks for a manifest."""
     for name, tensor in tensors.items():
         try:
             stored_dtype(dtype_name(tensor.dtype))
         except ValueError as error:
             raise CheckpointError(f"{name} has the dtype {tensor.dtype}: {error}") from error
+    num_blocks = sum(_num_shards(tensors[block.tensor]) if block.is_sharded else 1 for block in blocks)
     if num_blocks > MAX_BLOCKS:
         raise CheckpointError(
             f"the state has {len(tensors)} tensors in {num_blocks} blocks on all ranks; the limit is {MAX_BLOCKS}. Use "

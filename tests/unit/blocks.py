@@ -14,7 +14,7 @@ from elastic_ddp.checkpoint import Commit
 from elastic_ddp.checkpoint.manifest import Skeleton
 from elastic_ddp.checkpoint.parts import Part, assemble
 from elastic_ddp.checkpoint.pieces import pieces_of
-from elastic_ddp.checkpoint.planning import BlockPlanner, share_of
+from elastic_ddp.checkpoint.planning import plan_blocks, share_of
 from elastic_ddp.checkpoint.reader import allocate_state, read_pieces
 from elastic_ddp.checkpoint.staging import BlockWriter
 from elastic_ddp.storage.storage import Storage
@@ -54,7 +54,7 @@ def write(
     object_bytes: int = 200,
 ) -> list[Part]:
     """Returns the parts that ranks write which all hold all tensors."""
-    plan = BlockPlanner(block_bytes).plan(tensors)
+    plan = plan_blocks(tensors, block_bytes)
     parts = []
     for rank in range(world_size):
         share = share_of(plan, rank=rank, world_size=world_size)

@@ -17,7 +17,7 @@ import torch
 from elastic_ddp.checkpoint import Commit
 from elastic_ddp.checkpoint.manifest import Skeleton, StoredBlock, StoredObject, StoredTensor, attempt_prefix
 from elastic_ddp.checkpoint.parts import Part, TensorKind, assemble
-from elastic_ddp.checkpoint.planning import BlockPlanner
+from elastic_ddp.checkpoint.planning import plan_blocks
 from elastic_ddp.checkpoint.staging import BlockWriter
 from elastic_ddp.storage.storage import Storage
 from tests.ranks import PROCESSES
@@ -29,7 +29,7 @@ def plant(storage: Storage, step: int, skeleton: bytes, tensors: dict[str, torch
     """Writes a commit of this skeleton and of tensors, by component and path."""
     prefix = attempt_prefix(step, f"{step:032x}")
     writer = BlockWriter()
-    writer.stage(BlockPlanner().plan(tensors), tensors)
+    writer.stage(plan_blocks(tensors), tensors)
     part = writer.write(storage, prefix, "0")
     objects, stored = assemble([part], kinds_in([part]))
     return _put(storage, step, skeleton, objects, stored)

@@ -7,14 +7,12 @@ import signal
 import threading
 import uuid
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from fsspec.implementations.memory import MemoryFileSystem
 
-from elastic_ddp.checkpoint import saver, writer
-from elastic_ddp.checkpoint.planning import BlockPlanner
+from elastic_ddp.checkpoint import planning, saver
 from elastic_ddp.errors import StorageError
 from elastic_ddp.storage.folder import Entry
 from elastic_ddp.storage.storage import Storage
@@ -127,7 +125,7 @@ QUICK: list[tuple[Any, str, Any]] = [
     (saver, "MAILBOX_POLL_S", 0.001),
     (saver, "SAVE_HEARTBEAT_S", 0.02),
     (saver, "FAILED_RANK_S", 0.2),
-    (writer, "BlockPlanner", partial(BlockPlanner, 128)),
+    (planning, "BLOCK_BYTES", 128),
 ]
 """Patches: short intervals and timeouts of saves, and small blocks."""
 

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 from elastic_ddp.checkpoint import staging, writer
 from elastic_ddp.checkpoint.manifest import StoredTensor
 from elastic_ddp.checkpoint.parts import Part, assemble
-from elastic_ddp.checkpoint.planning import BLOCK_BYTES, BlockPlanner, blocks_of
+from elastic_ddp.checkpoint.planning import BLOCK_BYTES, blocks_of, plan_blocks
 from elastic_ddp.checkpoint.staging import SLAB_BYTES, BlockWriter, slabs_of
 from elastic_ddp.checkpoint.writer import StateWriter
 from elastic_ddp.errors import CheckpointError
@@ -88,12 +88,12 @@ def test_objects_have_about_the_requested_size(tmp_path: Path) -> None:
 
 def test_host_memory_is_reused_and_the_state_may_change_after_staging(tmp_path: Path) -> None:
     storage, weight = Storage(tmp_path), torch.arange(100.0)
-    writer, planner = BlockWriter(), BlockPlanner()
+    writer = BlockWriter()
     memory = set()
     for number in range(3):
         weight += number
         tensors = {"weight": weight}
-        writer.stage(planner.plan(tensors), tensors)
+        writer.stage(plan_blocks(tensors), tensors)
         expected = weight.clone()
         weight.zero_()
         part = writer.write(storage, PREFIX, str(number))
@@ -283,7 +283,7 @@ def test_padding_is_zero_in_reused_memory(tmp_path: Path) -> None:
     storage, writer = Storage(tmp_path), BlockWriter()
     for number, (ones, others) in enumerate([(16, 16), (3, 5)]):
         tensors = {"a": torch.full((ones,), 1.5), "b": torch.full((others,), 2.5)}
-        writer.stage(BlockPlanner().plan(tensors), tensors)
+        writer.stage(plan_blocks(tensors), tensors)
         [item] = writer.write(storage, f"{number}", "0").objects
     values = np.frombuffer(storage.read(item.key), np.float32).tolist()
     assert values == [1.5] * 3 + [0.0] * 13 + [2.5] * 5 + [0.0] * 11

@@ -20,7 +20,6 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from elastic_ddp.checkpoint import CheckpointStore
 from elastic_ddp.checkpoint.manifest import attempt_prefix
 from elastic_ddp.checkpoint.parts import Part
-from elastic_ddp.checkpoint.planning import BlockPlanner
 from elastic_ddp.checkpoint.writer import StateWriter
 from elastic_ddp.config.run_config import RunConfig
 from elastic_ddp.distributed.process_group import ProcessGroup
@@ -198,22 +197,6 @@ def _written(group: ProcessGroup, folder: Path) -> int:
     return sum(stored.size for stored in writer.write(Storage(folder), "x").objects)
 
 
-def test_every_rank_knows_the_number_of_all_blocks(tmp_path: Path) -> None:
-    counted, written = zip(*run_ranks(3, _counted, tmp_path), strict=True)
-    assert set(counted) == {sum(written)}
-
-
-def _counted(group: ProcessGroup, folder: Path) -> tuple[int, int]:
-    """The number of blocks of all ranks, and of this rank."""
-    config, state = prepared("fsdp")
-    trained(group, config, state, ROWS, range(1))
-    with mock.patch("elastic_ddp.checkpoint.writer.BlockPlanner", lambda: BlockPlanner(32)):
-        writer = StateWriter()
-    writer.stage(state.state_dict(), rank=group.rank, world_size=group.world_size)
-    written = writer.write(Storage(folder), "x").blocks
-    return writer._planner.num_blocks, len(written)
-
-
 def _replicated(group: ProcessGroup, folder: Path) -> tuple[int, list[list[float]], bool]:
     """The number of blocks that this rank writes of a replicated DTensor, the values of it and of a sharded one after a
     restore, and whether it is replicated after the restore."""
@@ -221,10 +204,10 @@ def _replicated(group: ProcessGroup, folder: Path) -> tuple[int, list[list[float
     mesh = DeviceMesh.from_group(dist.group.WORLD, "cpu")
     replicated = distribute_tensor(torch.arange(6.0), mesh, [Replicate()])
     sharded = distribute_tensor(torch.arange(6.0), mesh, [Shard(0)])
-    with mock.patch("elastic_ddp.checkpoint.writer.BlockPlanner", lambda: BlockPlanner(8)):
-        writer = StateWriter()
+    with mock.patch("elastic_ddp.checkpoint.planning.BLOCK_BYTES", 8):
         save(group, folder, {"x": {"replicated": replicated, "sharded": sharded}, "position": {"step": 0}})
-    writer.stage({"x": replicated}, rank=group.rank, world_size=group.world_size)
+        writer = StateWriter()
+        writer.stage({"x": replicated}, rank=group.rank, world_size=group.world_size)
     storage = Storage(folder)
     restored = restore(CheckpointStore(storage, keep=1), storage, group, lambda: {"x.replicated": replicated}.get)
     assert restored is not None
@@ -262,7 +245,7 @@ def _shards_of_all_kinds() -> dict[str, DTensor]:
 
 
 def _save_shards(group: ProcessGroup, folder: Path) -> None:
-    with mock.patch("elastic_ddp.checkpoint.writer.BlockPlanner", lambda: BlockPlanner(8)):
+    with mock.patch("elastic_ddp.checkpoint.planning.BLOCK_BYTES", 8):
         save(group, folder, {"x": _shards_of_all_kinds(), "position": {"step": 0}})
 
 

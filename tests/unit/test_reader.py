@@ -15,14 +15,13 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from zlib_ng import zlib_ng
 
 from elastic_ddp.checkpoint import Commit
 from elastic_ddp.checkpoint import pieces as pieces_module
 from elastic_ddp.checkpoint.manifest import Skeleton, StoredBlock, StoredObject, StoredTensor
 from elastic_ddp.checkpoint.pieces import Piece, pieces_of
-from elastic_ddp.checkpoint.planning import BLOCK_BYTES, local_box
+from elastic_ddp.checkpoint.planning import BLOCK_BYTES, Box, local_box
 from elastic_ddp.checkpoint.reader import PIECES_READ_AHEAD, ReadAhead, allocate_state, read_pieces
 from elastic_ddp.checkpoint.staging import OBJECT_BYTES
 from elastic_ddp.checkpoint.targets import Targets
@@ -56,7 +55,7 @@ def test_any_part_of_a_tensor_can_be_read_at_any_number_of_writers(
         with in_slabs_from(data.draw(st.sampled_from([1, 10_000]))):
             memory = host_memory.Memory([{"w": (part.shape, part.dtype)}])
         target = memory.tensors["w"].fill_(-1.0)
-        targets = Targets({"w": (commit.tensors["w"], ChunkStorageMetadata(offsets, part.shape))}, memory)
+        targets = Targets({"w": (commit.tensors["w"], Box(offsets, part.shape))}, memory)
         for _ in read_pieces(storage, pieces_of(commit, ["w"]), targets):
             pass
         assert torch.equal(target, part)

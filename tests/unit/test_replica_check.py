@@ -13,7 +13,7 @@ import torch
 
 from elastic_ddp.checkpoint import CheckpointStore, Commit
 from elastic_ddp.checkpoint.manifest import attempt_prefix
-from elastic_ddp.checkpoint.planning import BlockPlanner
+from elastic_ddp.checkpoint.planning import plan_blocks
 from elastic_ddp.checkpoint.replica_check import (
     MAX_PIECES,
     SAMPLE_BYTES,
@@ -32,7 +32,7 @@ from tests.unit.test_checkpoint import make_state
 def draw(tensors: dict[str, torch.Tensor], seed: str = "a") -> Any:
     """Returns the sample of a rank that holds these tensors."""
     sampler = Sampler()
-    sampler.stage(BlockPlanner().plan(tensors), tensors, seed)
+    sampler.stage(plan_blocks(tensors), tensors, seed)
     return sampler.samples()
 
 
@@ -61,7 +61,7 @@ def test_each_save_samples_another_bounded_part_of_a_large_state() -> None:
         all(len(samples) == SAMPLE_BYTES // SAMPLE_PIECE_BYTES for samples in drawn)
         and len(set(map(frozenset, names))) == 3
     )
-    sampler, plan = Sampler(), BlockPlanner().plan(state)
+    sampler, plan = Sampler(), plan_blocks(state)
     for seed in range(5):
         sampler.stage(plan, state, str(seed))
         assert len(sampler._buffer) == SAMPLE_BYTES

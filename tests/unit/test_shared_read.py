@@ -8,7 +8,6 @@ from unittest import mock
 
 import pytest
 
-from elastic_ddp.checkpoint.planning import BlockPlanner
 from elastic_ddp.distributed.process_group import ProcessGroup, is_peer_failure
 from elastic_ddp.distributed.state_transfer import TransferWindow
 from elastic_ddp.errors import PeerFailedError
@@ -23,7 +22,7 @@ from tests.unit.test_checkpoint import save, step_of
 @pytest.fixture(autouse=True)
 def _many_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Commits have many more blocks than a rank may have in flight."""
-    monkeypatch.setattr("elastic_ddp.checkpoint.writer.BlockPlanner", lambda: BlockPlanner(8))
+    monkeypatch.setattr("elastic_ddp.checkpoint.planning.BLOCK_BYTES", 8)
 
 
 def most_in_flight(group: ProcessGroup, uri: str) -> int:

@@ -14,7 +14,6 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from elastic_ddp.checkpoint import CheckpointStore
 from elastic_ddp.checkpoint.manifest import ALIGNMENT
 from elastic_ddp.checkpoint.pieces import MAX_PIECE_BYTES
-from elastic_ddp.checkpoint.planning import BlockPlanner
 from elastic_ddp.distributed.process_group import ProcessGroup
 from elastic_ddp.storage.storage import Storage
 from elastic_ddp.worker import shared_read
@@ -38,7 +37,7 @@ def save_shards(group: ProcessGroup, folder: Path, optimizer: str = "SGD") -> Te
     config, state = prepared("fsdp", optimizer, model=make_model())
     assert state.model is not None
     strategy_of(config)(state.model, config, group).shard(state.optimizers)
-    with mock.patch("elastic_ddp.checkpoint.writer.BlockPlanner", lambda: BlockPlanner(1024)):
+    with mock.patch("elastic_ddp.checkpoint.planning.BLOCK_BYTES", 1024):
         save(group, folder, state.state_dict())
     return {name: tensor.numpy() for name, tensor in full_state(state).items()}
 
