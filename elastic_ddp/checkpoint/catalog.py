@@ -9,10 +9,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from elastic_ddp.checkpoint.confirmed_read import read_twice
-from elastic_ddp.checkpoint.manifest import Commit, committed_steps, manifest_key, set_aside_key
+from elastic_ddp.checkpoint.manifest import MAX_MANIFEST_BYTES, Commit, committed_steps, manifest_key, set_aside_key
 from elastic_ddp.checkpoint.pieces import pieces_of
-from elastic_ddp.checkpoint.reader import allocate_state, build_state, meta_tensors, read_manifest, read_pieces
+from elastic_ddp.checkpoint.reader import allocate_state, build_state, meta_tensors, read_pieces, read_twice
 from elastic_ddp.checkpoint.record import different_runs
 from elastic_ddp.errors import CheckpointError, StorageError, shorten
 from elastic_ddp.storage.folder import Entry
@@ -186,7 +185,9 @@ class CommitCatalog:
     def _manifest_at(self, step: int) -> Commit | Bad | None:
         key = manifest_key(step)
         try:
-            return read_twice(self._storage, key, lambda: read_manifest(self._storage, key))
+            return read_twice(
+                self._storage, key, lambda: Commit.from_bytes(key, self._storage.read(key, MAX_MANIFEST_BYTES))
+            )
         except FileNotFoundError:
             return None
         except CheckpointError as error:
@@ -202,8 +203,8 @@ class CommitCatalog:
     def set_aside(self, key: str, attempt: str | None, fence: Callable[[], None] = lambda: None) -> None:
         """Moves the manifest of a bad commit to `set-aside/`: its step can be committed again. Its objects stay.
 
-        The manifest is removed only if it is still the one that was found bad. On storages other than AWS, a process
-        that is suspended in the removal may remove a commit that was made meanwhile; see `Storage.delete_if`.
+        The manifest is removed only if it is still the one that was found bad. A process that is suspended in the
+        removal may remove a commit that was made meanwhile.
 
         Args:
             key: the key of the manifest.

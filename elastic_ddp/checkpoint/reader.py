@@ -1,25 +1,25 @@
-"""Reads a commit: its manifest, its pieces into tensors, and the state that they form."""
+"""Reads a commit: its pieces into tensors, and the state that they form."""
 
 from __future__ import annotations
 
 import itertools
 import json
+import logging
 import math
 import platform
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from elastic_ddp.checkpoint.confirmed_read import read_twice
-from elastic_ddp.checkpoint.manifest import MAX_MANIFEST_BYTES, Commit, padded
+from elastic_ddp.checkpoint.manifest import Commit, padded
 from elastic_ddp.checkpoint.pieces import MAX_PIECE_BYTES, Piece
 from elastic_ddp.checkpoint.planning import local_boxes
 from elastic_ddp.checkpoint.targets import Targets
-from elastic_ddp.errors import CheckpointError, ConfigError, format_exception
+from elastic_ddp.errors import CheckpointError, ConfigError, StorageError, format_exception
 from elastic_ddp.storage.storage import Storage
 from elastic_ddp.tensors import host_memory
 from elastic_ddp.tensors.dtensor import is_dtensor, shard_of
@@ -28,6 +28,8 @@ from elastic_ddp.tensors.state_tree import Layout, unflatten
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
+_log = logging.getLogger(__name__)
+
 POSITION = "position"
 """The component of a run's state with the number of steps done."""
 PIECES_READ_AHEAD = 8
@@ -35,17 +37,39 @@ PIECES_READ_AHEAD = 8
 MEMORY_BYTES = host_memory.total_bytes()
 
 
-def read_manifest(storage: Storage, key: str) -> Commit:
-    """Returns the commit whose manifest is stored under `key`.
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+
+def read_twice(storage: Storage, key: str, read: Callable[[], Result]) -> Result:
+    """Returns what `read` returns, and calls it again if it fails: bits flip in transit, and mounts can be stale.
+
+    So one object that cannot be read, as in a bad sector, makes its commit bad, and an outage of the storage does not.
+
+    Args:
+        storage: the folder of the commits.
+        key: the object or folder that is read.
+        read: reads and verifies it.
 
     Raises:
-        CheckpointError: the object is not a commit's manifest.
-        FileNotFoundError: there is no such object.
+        CheckpointError: it does not verify, or cannot be read although the storage answers.
+        StorageError: the storage does not answer; that says nothing about the commit.
     """
-    return Commit.from_bytes(key, storage.read(key, MAX_MANIFEST_BYTES))
-
-
-Item = TypeVar("Item")
+    try:
+        return read()
+    except StorageError as error:
+        first = error.with_traceback(None)  # its frames hold what was read
+    _log.warning("%s; reading it again", first)
+    if not isinstance(first, CheckpointError):
+        others = [manifest for manifest in storage.list("commits") if manifest != key]
+        with suppress(FileNotFoundError, IndexError):  # removed since it was listed; there are no others
+            storage.read_into(others[-1], 0, memoryview(bytearray(1)))
+    try:
+        return read()
+    except CheckpointError:
+        raise
+    except StorageError as error:
+        raise CheckpointError(f"{key} cannot be read although the storage answers: {error}") from error
 
 
 class ReadAhead(Iterator[tuple[Item, memoryview]]):

@@ -43,13 +43,6 @@ class Folder(Protocol):
     def at(self, name: str) -> Folder: ...
     def filesystem_and_path(self) -> tuple[Any, str]: ...
 
-    def delete_if(self, key: str, data: bytes) -> bool:
-        """Deletes an object that holds `data`. Another process may replace it between the read and the delete."""
-        is_same = self.read(key) == data
-        if is_same:
-            self.delete(key)
-        return is_same
-
     def uploads(self) -> list[Upload]:
         """Returns unfinished writes; none where the storage cleans up by itself."""
         return []

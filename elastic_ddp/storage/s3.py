@@ -11,7 +11,7 @@ from typing import Any
 import fsspec.config
 from fsspec.asyn import sync
 
-from elastic_ddp.storage.errors import is_permanent, is_unsupported, s3_answer
+from elastic_ddp.storage.errors import is_permanent, s3_answer
 from elastic_ddp.storage.folder import Upload
 from elastic_ddp.storage.remote import RemoteFolder
 
@@ -74,23 +74,6 @@ class S3Folder(RemoteFolder):
         """Returns the retries, unless the user has configured other ones."""
         config = {} if "AWS_MAX_ATTEMPTS" in os.environ else {"retries": RETRIES}
         return {"config_kwargs": config | fsspec.config.conf.get("s3", {}).get("config_kwargs", {})}
-
-    def delete_if(self, key: str, data: bytes) -> bool:
-        """Deletes the object on condition of its ETag. Some servers ignore or refuse the condition."""
-        fs, path = self._locate(key)
-        etag = fs.info(path)["ETag"]
-        if fs.cat_file(path) != data:
-            return False
-        bucket, object_key, _ = fs.split_path(path)
-        try:
-            fs.call_s3("delete_object", Bucket=bucket, Key=object_key, IfMatch=etag)
-        except Exception as error:
-            if s3_answer(error)[1] == 412:  # the object has changed
-                return False
-            if not is_unsupported(error):
-                raise
-            fs.rm_file(path)
-        return True
 
     def uploads(self) -> list[Upload]:
         """Returns at most 1000 uploads, one answer of S3. Later calls return the rest when these have been aborted."""

@@ -100,16 +100,16 @@ class Storage:
     def delete_if(self, key: str, data: bytes) -> bool:
         """Deletes a small object if it holds `data`. Returns whether it did.
 
-        This is atomic only on S3 servers that support `If-Match` for deletes, such as AWS. Elsewhere an object that
-        another process stores within the same round trip is deleted.
+        An object that another process stores between the read and the deletion is deleted, too.
         """
-        with self._errors("delete", key):
-            try:
-                return self._folder.delete_if(_checked(key), data)
-            except FileNotFoundError as error:
-                if is_missing_bucket(error):
-                    raise
-                return False
+        try:
+            with self._errors("delete", key, FileNotFoundError):
+                is_same = self._folder.read(_checked(key)) == data
+                if is_same:
+                    self._folder.delete(key)
+                return is_same
+        except FileNotFoundError:
+            return False
 
     def delete_tree(self, prefix: str) -> None:
         """Deletes everything below the folder `prefix`, which may be missing."""

@@ -250,21 +250,6 @@ def test_random_faults_lose_no_commit(bucket: Bucket, proxy: Proxy, seed: int) -
     check_commits(bucket.storage(), 5, 6)
 
 
-@pytest.mark.parametrize(
-    ("what", "is_removed"),
-    [(Refusal(412, "PreconditionFailed"), False), (Refusal(501, "NotImplemented"), True)],
-    ids=str,
-)
-def test_a_conditional_delete_handles_a_change_and_a_lack_of_support(
-    bucket: Bucket, proxy: Proxy, what: Refusal, is_removed: bool
-) -> None:
-    storage = bucket.storage(endpoint=proxy.endpoint)
-    storage.write("a", b"one")
-    proxy.plan = first(1, what, lambda request: request.method == "DELETE")
-    assert storage.delete_if("a", b"one") == is_removed
-    assert len(proxy.injected) == 1 and bucket.storage().list() == ([] if is_removed else ["a"])
-
-
 # Only the real server checks credentials.
 
 
