@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +25,8 @@ class Bad:
 
     attempt: str | None
     error: CheckpointError
+    may_be_good: bool
+    """Whether it cannot be read, or belongs to another run."""
 
 
 class CommitCatalog:
@@ -102,19 +103,15 @@ class CommitCatalog:
         return read_twice(self._storage, commit.state.key, read)
 
     def complete_skeleton(self, commit: Commit) -> bytes:
-        """Returns the skeleton of a commit, and checks that the commit is complete, both in one round trip.
+        """Returns the skeleton of a commit, and checks that the commit is complete.
 
         Raises:
             CheckpointError: it is not complete, or as `skeleton`.
             FileNotFoundError: the commit was removed meanwhile.
         """
-        with self._unless_removed(commit), ThreadPoolExecutor(1) as executor:
-            skeleton = executor.submit(self.skeleton, commit)
-            try:
-                self._check_present(commit, {})
-                return skeleton.result()
-            finally:
-                del skeleton  # breaks a cycle: the future holds its error, whose traceback holds this frame
+        with self._unless_removed(commit):
+            self._check_present(commit, {})
+            return self.skeleton(commit)
 
     def steps(self) -> list[int]:
         """Returns the steps that have a manifest, newest first."""
@@ -169,9 +166,10 @@ class CommitCatalog:
         commit = self._manifest_at(step)
         if not isinstance(commit, Commit):
             return commit
+        if names := different_runs(record or {}, commit.record):
+            error = CheckpointError(f"{commit.key} belongs to another run (different {shorten(names, 5)})")
+            return Bad(commit.attempt, error, may_be_good=True)
         try:
-            if names := different_runs(record or {}, commit.record):
-                raise CheckpointError(f"{commit.key} belongs to another run (different {shorten(names, 5)})")
             with self._unless_removed(commit):
                 self._check_present(commit, listed or {})
             if verify:
@@ -179,7 +177,7 @@ class CommitCatalog:
         except FileNotFoundError:
             return None
         except CheckpointError as error:
-            return Bad(commit.attempt, error)
+            return Bad(commit.attempt, error, _is_unreadable(error))
         return commit
 
     def _manifest_at(self, step: int) -> Commit | Bad | None:
@@ -191,7 +189,7 @@ class CommitCatalog:
         except FileNotFoundError:
             return None
         except CheckpointError as error:
-            return Bad(None, error)
+            return Bad(None, error, _is_unreadable(error))
 
     def _check_present(self, commit: Commit, listed: Mapping[str, Entry]) -> None:
         try:
@@ -239,6 +237,10 @@ class CommitCatalog:
             _log.warning("rejected commit %s: %s", key, reason)
             self.rejected.append((key, reason))
             self._on_reject(key, reason)
+
+
+def _is_unreadable(error: CheckpointError) -> bool:
+    return isinstance(error.__cause__, StorageError) and not isinstance(error.__cause__, CheckpointError)
 
 
 def _attempt_in(key: str, manifest: bytes) -> str | None:

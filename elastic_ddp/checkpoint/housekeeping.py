@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -14,7 +13,7 @@ from contextlib import suppress
 from elastic_ddp.checkpoint.catalog import Bad, CommitCatalog
 from elastic_ddp.checkpoint.manifest import Commit, committed_steps, manifest_key, parse_set_aside
 from elastic_ddp.checkpoint.metrics import measurements
-from elastic_ddp.checkpoint.record import Measurement, different_runs
+from elastic_ddp.checkpoint.record import Measurement
 from elastic_ddp.checkpoint.retention import Removal, Removals, Retention, kept, plan_removals
 from elastic_ddp.errors import CheckpointError, ConfigError, StorageError, shorten
 from elastic_ddp.storage.folder import Entry, Upload
@@ -103,7 +102,8 @@ def plan_prune(
 ) -> tuple[Removals, dict[int, StorageError]]:
     """Returns what can be removed while no run is live, and the doubtful commits that stay: by step, with the reason.
 
-    The newest commit of which every byte verifies stays, and so do newer ones and all at a step that cannot be read.
+    The newest commit of which every byte verifies stays, and so do newer ones, all at a step that cannot be read, and
+    commits of another run than that of the newest.
 
     Args:
         storage: a folder of commits.
@@ -112,8 +112,7 @@ def plan_prune(
         with_set_aside: whether commits that were set aside can be removed.
 
     Raises:
-        ConfigError: the best commits by a metric are to stay, and none has a value; or a commit of another run would
-            stay in place of one of this run.
+        ConfigError: the best commits by a metric are to stay, and none has a value.
         StorageError: the storage is unavailable.
     """
     uploads = unfinished_uploads(storage)
@@ -123,27 +122,23 @@ def plan_prune(
     bad: dict[int, StorageError] = {}
     doubtful: dict[int, StorageError] = {}
     for step in steps:
-        commit = catalog.complete_at(step, listed=listing)
+        newest = next(iter(complete.values()), None)
+        commit = catalog.complete_at(step, listed=listing, record=newest.record if newest is not None else None)
         if isinstance(commit, Commit):
             complete[step] = commit
         elif isinstance(commit, Bad):
-            cause = commit.error.__cause__
-            if isinstance(cause, StorageError) and not isinstance(cause, CheckpointError):
-                doubtful[step] = cause  # it cannot be read, and may be good
-            else:
-                bad[step] = commit.error
+            (doubtful if commit.may_be_good else bad)[step] = commit.error
     staying = _staying(steps, complete, doubtful, retention)
     if staying < set(steps):  # verify what stays: the rest may be all that is good
-        for step, newest in [*complete.items()]:
+        for step, commit in [*complete.items()]:
             with suppress(FileNotFoundError):
                 try:
-                    catalog.verify(newest)
+                    catalog.verify(commit)
                     break
                 except CheckpointError as error:
                     doubtful[step] = error
             del complete[step]
         staying = _staying(steps, complete, doubtful, retention)
-        _check_same_run(complete, staying)
     going = plan_removals(
         listing,
         uploads,
@@ -170,17 +165,6 @@ def _staying(
             f"{shorten(names, 10)}"
         )
     return kept(steps, measured, retention) | doubtful.keys()
-
-
-def _check_same_run(complete: dict[int, Commit], staying: set[int]) -> None:
-    """Raises ConfigError if a commit of another run would stay in place of one of this run."""
-    for step, newer in itertools.product(sorted(complete.keys() - staying), sorted(complete.keys() & staying)):
-        if names := different_runs(complete[step].record, complete[newer].record):
-            raise ConfigError(
-                f"the commits of steps {step} and {newer} belong to different runs: they differ in "
-                f"{shorten(names, 5)}. Nothing is removed. Move the other run's commit away first: "
-                f"{manifest_key(step)} or {manifest_key(newer)}, and its step folder"
-            )
 
 
 def unfinished_uploads(storage: Storage) -> Sequence[Upload]:

@@ -59,6 +59,12 @@ class _PlacedBlock(NamedTuple):
     kind: object
     is_alone: bool
 
+    def fits(self, group: list[_PlacedBlock]) -> bool:
+        """Whether it can be read in one piece with the blocks of a group before it."""
+        last = group[-1]
+        is_next = self.start == last.end and self.kind == last.kind
+        return is_next and not (self.is_alone or last.is_alone) and self.end - group[0].start <= MAX_PIECE_BYTES
+
 
 def pieces_of(
     commit: Commit,
@@ -83,23 +89,12 @@ def pieces_of(
             by_object[block.object].append(_PlacedBlock(block.start, end, name, block, block_kind, is_alone))
     pieces: list[Piece] = []
     for stored, placed in zip(commit.objects, by_object, strict=True):
-        group: list[_PlacedBlock] = []
+        groups: list[list[_PlacedBlock]] = []
         for candidate in sorted(placed, key=lambda block: (block.start, block.end)):
-            if group and not _fits(group, candidate):
-                pieces.append(_piece(stored.key, group))
-                group = []
-            group.append(candidate)
-        if group:
-            pieces.append(_piece(stored.key, group))
+            if not groups or not candidate.fits(groups[-1]):
+                groups.append([])
+            groups[-1].append(candidate)
+        for group in groups:
+            blocks = tuple((placed.name, placed.block) for placed in group)
+            pieces.append(Piece(stored.key, group[0].start, group[-1].end, blocks))
     return pieces
-
-
-def _fits(group: list[_PlacedBlock], block: _PlacedBlock) -> bool:
-    """Whether a block can be read in one piece with a group of blocks before it."""
-    last = group[-1]
-    is_next = block.start == last.end and block.kind == last.kind
-    return is_next and not (block.is_alone or last.is_alone) and block.end - group[0].start <= MAX_PIECE_BYTES
-
-
-def _piece(key: str, group: list[_PlacedBlock]) -> Piece:
-    return Piece(key, group[0].start, group[-1].end, tuple((block.name, block.block) for block in group))
