@@ -158,7 +158,6 @@ class CommitCatalog:
         """Returns the commit of a step, or why it is not complete; None if it has been removed.
 
         Args:
-            step: number of steps done.
             listed: a listing from before. Objects that it lacks are listed again.
             record: a commit of another run than this record's is bad; None for any run.
             verify: whether to verify every byte.
@@ -205,7 +204,6 @@ class CommitCatalog:
         removal may remove a commit that was made meanwhile.
 
         Args:
-            key: the key of the manifest.
             attempt: the attempt that was found bad; None if the manifest does not name it.
             fence: called right before the removal; raises if this process may no longer remove it.
         """

@@ -23,19 +23,13 @@ the object, so together they could not be read into place."""
 
 @dataclass(frozen=True)
 class Piece:
-    """A range of an object with neighboring blocks.
-
-    Attributes:
-        key: of the object.
-        start: of the range, in bytes.
-        end: of the range.
-        blocks: the blocks in the range, each with the name of its tensor.
-    """
+    """A range of bytes of an object with neighboring blocks."""
 
     key: str
     start: int
     end: int
     blocks: tuple[tuple[str, StoredBlock], ...]
+    """Each with the name of its tensor."""
 
     def empty(self) -> memoryview:
         """Returns new memory for the bytes of the piece."""
@@ -73,10 +67,7 @@ def pieces_of(
 ) -> list[Piece]:
     """Returns the pieces that hold some tensors of a commit, in the order of the objects.
 
-    Args:
-        commit: the commit.
-        names: the tensors to read.
-        kind: called with a tensor's name and a block of it; only blocks of equal kind share a piece.
+    Only blocks of equal kind share a piece.
     """
     by_object: list[list[_PlacedBlock]] = [[] for _ in commit.objects]
     for name in names:

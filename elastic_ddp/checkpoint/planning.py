@@ -131,11 +131,7 @@ def narrowed(tensor: torch.Tensor, offsets: Sequence[int], sizes: torch.Size) ->
 def share_of(blocks: Iterable[Block], *, rank: int, world_size: int, load_of_rank_0: int = 0) -> list[Block]:
     """Returns the blocks that a rank writes of tensors that all ranks hold. Ranks plan alike, without communication.
 
-    Args:
-        blocks: the blocks of those tensors, in the same order on every rank.
-        rank: this rank.
-        world_size: number of ranks that share the writing.
-        load_of_rank_0: bytes that rank 0 writes besides.
+    `blocks` are in the same order on every rank. Rank 0 writes `load_of_rank_0` bytes besides.
     """
     share: list[Block] = []
     loads = [(load_of_rank_0, 0), *((0, other) for other in range(1, world_size))]

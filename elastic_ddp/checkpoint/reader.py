@@ -42,14 +42,10 @@ Result = TypeVar("Result")
 
 
 def read_twice(storage: Storage, key: str, read: Callable[[], Result]) -> Result:
-    """Returns what `read` returns, and calls it again if it fails: bits flip in transit, and mounts can be stale.
+    """Returns what `read` does with the object or folder `key`; if it fails, calls it again.
 
-    So one object that cannot be read, as in a bad sector, makes its commit bad, and an outage of the storage does not.
-
-    Args:
-        storage: the folder of the commits.
-        key: the object or folder that is read.
-        read: reads and verifies it.
+    Bits flip in transit, and mounts can be stale. One object that cannot be read, as in a bad sector, makes its commit
+    bad; an outage of the storage does not.
 
     Raises:
         CheckpointError: it does not verify, or cannot be read although the storage answers.
@@ -77,10 +73,6 @@ class ReadAhead(Iterator[tuple[Item, memoryview]]):
 
     Reading begins at once; up to `PIECES_READ_AHEAD` items are read ahead. An error of `read` is raised in order and
     ends the iterator. Close it unless it is exhausted.
-
-    Args:
-        items: what to read.
-        read: returns the bytes of an item. Called in threads.
     """
 
     def __init__(self, items: Iterable[Item], read: Callable[[Item], memoryview]) -> None:
@@ -151,10 +143,7 @@ def allocate_state(
 ) -> tuple[dict[str, torch.Tensor], Targets]:
     """Returns uninitialized CPU tensors for a commit, or for this rank's part of it, and the targets that fill them.
 
-    Args:
-        commit: the commit.
-        components: the components to read; None for all.
-        layout: the tensors of which this rank holds a shard. It counts where its DTensor has the stored shape.
+    This rank holds a shard of the tensors for which `layout` has a DTensor of the stored shape.
 
     Raises:
         CheckpointError: the commit lists tensors that cannot exist.
@@ -243,13 +232,7 @@ def _checking_memory(commit: Commit, num_bytes: int) -> Iterator[None]:
 def build_state(
     commit: Commit, skeleton: bytes, tensors: Mapping[str, torch.Tensor], components: Collection[str] | None = None
 ) -> dict[str, Any]:
-    """Returns the state of a commit by component, from its skeleton and its tensors.
-
-    Args:
-        commit: the commit.
-        skeleton: everything in the state that is not a tensor, as JSON.
-        tensors: by name in the commit.
-        components: the components to build; None for all.
+    """Returns the state of a commit by component, from its skeleton and its tensors by name.
 
     Raises:
         CheckpointError: skeleton and tensors do not form a state of the commit's step.
