@@ -1,4 +1,4 @@
-"""What an exception of a storage's client library means: its text, whether it is permanent, and the fix.
+"""What an exception of a storage's client library means: its text, and the fix.
 
 The client libraries are optional, so their classes are recognized by name. s3fs converts S3's errors to Python's,
 without S3's code or an errno. Ceph's gateway sends a code without a message.
@@ -7,13 +7,11 @@ without S3's code or an errno. Ceph's gateway sends a code without a message.
 from __future__ import annotations
 
 import errno
-from collections.abc import Iterator
 from typing import Any
 
 from elastic_ddp.errors import format_exception
 
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-_PERMANENT = {errno.EACCES, errno.EPERM, errno.ENOENT, errno.ENOTDIR, errno.EROFS} | _FULL
 _UNSUPPORTED = {errno.ENOSYS, errno.ENOTSUP}
 _NO_CREDENTIALS = {"NoCredentialsError", "PartialCredentialsError", "DefaultCredentialsError"}
 _BAD_CREDENTIALS = {
@@ -21,7 +19,6 @@ _BAD_CREDENTIALS = {
     *("SignatureDoesNotMatch", "TokenRefreshRequired"),
 }
 _FULL_CODES = {"QuotaExceeded", "InsufficientStorage", "XMinioStorageFull"}
-_PERMANENT_STATUS = {401, 403, 404, 405, 501, 507}
 
 
 def format_error(error: BaseException) -> str:
@@ -38,28 +35,9 @@ def is_missing_bucket(error: BaseException) -> bool:
     return s3_answer(error)[0] == "NoSuchBucket"
 
 
-def is_unsupported(error: BaseException) -> bool:
-    """Returns whether the server, the client library or the file system does not support the request."""
-    by_client = isinstance(error, NotImplementedError) or "ParamValidationError" in _names(error)
-    return by_client or getattr(error, "errno", None) in _UNSUPPORTED or s3_answer(error)[1] == 501
-
-
-def is_permanent(error: BaseException | None) -> bool:
-    """Returns whether a retry cannot succeed, such as without permission, space or a bucket."""
-    code, status, _ = s3_answer(error)
-    if code:
-        return status in _PERMANENT_STATUS or code in _BAD_CREDENTIALS
-    return any(
-        isinstance(cause, PermissionError | FileNotFoundError | NotADirectoryError | NotImplementedError)
-        or getattr(cause, "errno", None) in _PERMANENT
-        or _names(cause) & _NO_CREDENTIALS
-        for cause in _causes(error)
-    )
-
-
 def suggest_fix(error: BaseException) -> str:
     """Returns what the user can change."""
-    code, _, _ = s3_answer(error)
+    code, status, _ = s3_answer(error)
     if code in _BAD_CREDENTIALS or _names(error) & _NO_CREDENTIALS:
         return (
             "set or renew the credentials: for S3 AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and AWS_SESSION_TOKEN, a "
@@ -67,7 +45,8 @@ def suggest_fix(error: BaseException) -> str:
         )
     if code in _FULL_CODES or getattr(error, "errno", None) in _FULL:
         return "free space there, raise the limit (quota or ulimit -f), or use another storage"
-    if is_unsupported(error):
+    by_client = isinstance(error, NotImplementedError) or "ParamValidationError" in _names(error)
+    if by_client or getattr(error, "errno", None) in _UNSUPPORTED or status == 501:
         return (
             "use a storage that can create an object only if it does not exist: a folder that all nodes mount, AWS "
             "S3, or a server that supports If-None-Match (check for a newer version)"
@@ -81,18 +60,13 @@ def suggest_fix(error: BaseException) -> str:
 
 def s3_answer(error: BaseException | None) -> tuple[str, int | None, str]:
     """Returns code, HTTP status and message of the S3 answer that caused an error; an empty code if none did."""
-    for cause in _causes(error):
-        response: Any = getattr(cause, "response", None)
+    while error is not None:
+        response: Any = getattr(error, "response", None)
         if isinstance(response, dict) and isinstance(response.get("Error"), dict):
             status = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
             return str(response["Error"].get("Code") or ""), status, response["Error"].get("Message") or ""
-    return "", None, ""
-
-
-def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    while error is not None:
-        yield error
         error = error.__cause__
+    return "", None, ""
 
 
 def _names(error: BaseException) -> set[str]:

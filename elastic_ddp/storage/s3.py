@@ -11,7 +11,7 @@ from typing import Any
 import fsspec.config
 from fsspec.asyn import sync
 
-from elastic_ddp.storage.errors import is_permanent, s3_answer
+from elastic_ddp.storage.errors import s3_answer
 from elastic_ddp.storage.folder import Upload
 from elastic_ddp.storage.remote import RemoteFolder
 
@@ -62,9 +62,8 @@ class S3Folder(RemoteFolder):
             fs.pipe_file(path, data, mode="create", chunksize=len(data) + 1, Metadata={"created-by": mark})
         except Exception as error:
             stored = None
-            if not is_permanent(error):
-                with suppress(Exception):  # there is no object, or the server does not answer
-                    stored = fs.metadata(path)
+            with suppress(Exception):  # there is no object, or the server does not answer
+                stored = fs.metadata(path)
             if stored is None and s3_answer(error)[0] != "ConditionalRequestConflict":
                 raise
             if stored is None or stored.get("created-by") != mark:

@@ -15,7 +15,7 @@ import fsspec
 
 from elastic_ddp.config.storage_uri import check_storage_uri
 from elastic_ddp.errors import ConfigError, StorageError
-from elastic_ddp.storage.errors import format_error, is_missing_bucket, is_permanent, suggest_fix
+from elastic_ddp.storage.errors import format_error, is_missing_bucket, suggest_fix
 from elastic_ddp.storage.folder import Entry, Folder, Upload
 from elastic_ddp.storage.local import TEMPORARY_PREFIX, LocalFolder
 from elastic_ddp.storage.remote import RemoteFolder
@@ -175,8 +175,8 @@ class Storage:
             if expected and isinstance(error, expected) and not is_missing_bucket(error):
                 reason = "there is no such object" if expected is FileNotFoundError else "the object exists already"
                 raise expected(error.errno, reason, f"{self.uri}/{key}") from error
-            fix = f"; {suggest_fix(error)}" if is_permanent(error) else ""
-            raise StorageError(f"cannot {verb} {key!r} in {self.uri}: {format_error(error)}{fix}") from error
+            reason = f"{format_error(error)}; {suggest_fix(error)}"
+            raise StorageError(f"cannot {verb} {key!r} in {self.uri}: {reason}") from error
 
 
 def _open(uri: str) -> Folder:
