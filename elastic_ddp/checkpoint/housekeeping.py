@@ -12,8 +12,7 @@ from contextlib import suppress
 
 from elastic_ddp.checkpoint.catalog import Bad, CommitCatalog
 from elastic_ddp.checkpoint.manifest import Commit, committed_steps, manifest_key, parse_set_aside
-from elastic_ddp.checkpoint.metrics import measurements
-from elastic_ddp.checkpoint.record import Measurement
+from elastic_ddp.checkpoint.record import Measurement, measurements
 from elastic_ddp.checkpoint.retention import Removal, Removals, Retention, kept, plan_removals
 from elastic_ddp.errors import CheckpointError, ConfigError, StorageError, shorten
 from elastic_ddp.storage.folder import Entry, Upload

@@ -1,14 +1,27 @@
-"""The facts in a commit's record that are read again, and their form."""
+"""The facts in a commit's record that are read again, and the order of commits by a metric.
+
+A metric's value counts for the next commit that is begun after it was measured.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Annotated, Any
+import math
+import threading
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from elastic_ddp.errors import format_validation_error
+from elastic_ddp.errors import format_validation_error, shorten
+
+if TYPE_CHECKING:
+    from elastic_ddp.checkpoint.manifest import Commit
+
+METRICS = "metrics"
+"""The key of a commit's record that holds the newest value of each metric."""
+
+Mode = Literal["min", "max"]
 
 Count = Annotated[int, Field(ge=0, le=2**62, strict=True)]
 Seconds = Annotated[float, Field(ge=0, le=2**37)]
@@ -64,3 +77,72 @@ def different_runs(record: Mapping[str, Any], other: Mapping[str, Any]) -> list[
     """Returns the names of the settings in which the runs of two commits differ, if both records have them."""
     mine, theirs = identity_of(record), identity_of(other)
     return [name for name in mine if name in theirs and mine[name] != theirs[name]]
+
+
+def measurements(record: Mapping[str, Any]) -> dict[str, Measurement]:
+    """Returns the metrics in a commit's record, by name."""
+    return {name: Measurement(float(entry["value"]), entry["step"]) for name, entry in record.get(METRICS, {}).items()}
+
+
+def best_first(measured: Mapping[int, Measurement | None], mode: Mode) -> list[int]:
+    """Returns the steps of the commits that have a value, best value first; among equal values the earlier step first.
+
+    `measured` maps each commit's step to the value in its record. Later commits repeat a measurement until there is a
+    newer one; it counts for the first commit that has it.
+    """
+    first: dict[Measurement, int] = {}
+    for step, measurement in sorted(measured.items()):
+        if measurement is not None:
+            first.setdefault(measurement, step)
+    sign = 1 if mode == "min" else -1
+    return [step for _, step in sorted((sign * measurement.value, step) for measurement, step in first.items())]
+
+
+def best_commit(commits: Iterable[Commit], metric: str, mode: Mode) -> tuple[Commit, float] | None:
+    """Returns the commit with the best value of a metric, and the value; None if no commit has one."""
+    by_step = {commit.step: commit for commit in commits}
+    measured = {step: measurements(commit.record).get(metric) for step, commit in by_step.items()}
+    for step in best_first(measured, mode):
+        measurement = measured[step]
+        assert measurement is not None
+        return by_step[step], measurement.value
+    return None
+
+
+def describe_unmeasured(metric: str, measured: Iterable[str]) -> str:
+    """Returns text for a run whose commits have no value of its metric, with the names that have one."""
+    return (
+        f"checkpoint.best_metric={metric!r} has no value so far, so no commit is the best. Metrics that have one: "
+        f"{shorten(sorted(measured))}. Correct the setting, unless a later step.log or run.evaluate has this name."
+    )
+
+
+class Metrics:
+    """The newest value of every metric that one worker knows. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._newest: dict[str, Measurement] = {}
+        self._lock = threading.Lock()
+
+    def update(self, step: int, values: Mapping[str, float]) -> None:
+        """Adds values measured after `step` steps."""
+        with self._lock:
+            self._newest |= {name: Measurement(float(value), step) for name, value in values.items()}
+
+    def restore(self, record: Mapping[str, Any]) -> None:
+        """Replaces all values by those of a commit's record."""
+        with self._lock:
+            self._newest = measurements(record)
+
+    def merge(self, record: Mapping[str, Any]) -> None:
+        """Adds the values of a commit's record that are newer than the known ones."""
+        with self._lock:
+            for name, measurement in measurements(record).items():
+                if name not in self._newest or measurement.step > self._newest[name].step:
+                    self._newest[name] = measurement
+
+    def to_record(self) -> dict[str, Any]:
+        """Returns the entry for a commit's record. JSON has no NaN or infinity: such values are left out."""
+        with self._lock:
+            finite = {name: asdict(entry) for name, entry in self._newest.items() if math.isfinite(entry.value)}
+        return {METRICS: finite}

@@ -16,8 +16,7 @@ from elastic_ddp.checkpoint.manifest import (
     manifest_key,
     parse_set_aside,
 )
-from elastic_ddp.checkpoint.metrics import Mode, best_first
-from elastic_ddp.checkpoint.record import Measurement
+from elastic_ddp.checkpoint.record import Measurement, Mode, best_first
 from elastic_ddp.storage.folder import Entry, Upload
 from elastic_ddp.storage.local import is_temporary
 

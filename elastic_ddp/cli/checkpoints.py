@@ -271,7 +271,7 @@ def _select(catalog: CommitCatalog, run: str, step: int | None) -> list[tuple[in
 
 def _best_step(catalog: CommitCatalog, run: str) -> int:
     """Returns the step of the commit with the best value of the run's metric."""
-    from elastic_ddp.checkpoint.metrics import best_commit, measurements
+    from elastic_ddp.checkpoint.record import best_commit, measurements
     from elastic_ddp.telemetry import read_ledger
     from elastic_ddp.telemetry.events import SessionStarted
 
@@ -306,7 +306,7 @@ def _set_aside_note(catalog: CommitCatalog) -> str | None:
 
 
 def _describe_commit(step: int, commit: Commit | StorageError) -> dict[str, Any]:
-    from elastic_ddp.checkpoint.metrics import measurements
+    from elastic_ddp.checkpoint.record import measurements
 
     if isinstance(commit, StorageError):
         empty = dict.fromkeys(

@@ -13,7 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from elastic_ddp.checkpoint import CheckpointStore, Commit, CommitCatalog, Retention, Save, Saver
-from elastic_ddp.checkpoint.metrics import METRICS, Metrics, describe_unmeasured
+from elastic_ddp.checkpoint.record import METRICS, Metrics, describe_unmeasured
 from elastic_ddp.checkpoint.saver import RankFailedError, is_of_storage
 from elastic_ddp.checkpoint.store import SupersededError
 from elastic_ddp.distributed.store import StoreConnection, StoreMailbox

@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from elastic_ddp.checkpoint.interval import MeasuredInterval
-from elastic_ddp.checkpoint.metrics import Metrics, measurements
-from elastic_ddp.checkpoint.record import Facts, check_facts
+from elastic_ddp.checkpoint.record import Facts, Metrics, check_facts, measurements
 from elastic_ddp.checkpoint.retention import Retention
 from elastic_ddp.cli import checkpoints, main
 from elastic_ddp.errors import CheckpointError, ConfigError

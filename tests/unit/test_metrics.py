@@ -6,8 +6,7 @@ import math
 
 import pytest
 
-from elastic_ddp.checkpoint.metrics import Metrics, Mode, best_first, measurements
-from elastic_ddp.checkpoint.record import Measurement
+from elastic_ddp.checkpoint.record import Measurement, Metrics, Mode, best_first, measurements
 
 
 def test_a_record_may_have_no_metrics() -> None:
