@@ -1,15 +1,28 @@
-"""Pieces of objects: neighboring blocks of a commit that are read, and sent between ranks, at once."""
+"""Pieces of objects, and the tensors that a restore fills from them.
+
+A piece is neighboring blocks of a commit that are read, and sent between ranks, at once.
+"""
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import torch
 from zlib_ng import zlib_ng
 
-from elastic_ddp.checkpoint.manifest import MAX_BLOCK_BYTES, Commit, StoredBlock, padded
+from elastic_ddp.checkpoint.manifest import (
+    ALIGNMENT,
+    MAX_BLOCK_BYTES,
+    Commit,
+    StoredBlock,
+    StoredTensor,
+    padded,
+)
+from elastic_ddp.checkpoint.planning import Box, narrowed
 from elastic_ddp.errors import CheckpointError
 from elastic_ddp.tensors import host_memory
 
@@ -19,6 +32,9 @@ step counts of an optimizer."""
 LONE_BLOCK_BYTES = 8 << 20
 """A block of this size is a piece of its own if the same tensor has others: its neighbors in memory are not those in
 the object, so together they could not be read into place."""
+
+# Otherwise the padding of a block would overwrite the next tensor in memory.
+assert host_memory.ALIGNMENT == ALIGNMENT
 
 
 @dataclass(frozen=True)
@@ -89,3 +105,102 @@ def pieces_of(
             blocks = tuple((placed.name, placed.block) for placed in group)
             pieces.append(Piece(stored.key, group[0].start, group[-1].end, blocks))
     return pieces
+
+
+class _Copy(NamedTuple):
+    """What a tensor needs from a block."""
+
+    source: tuple[int, ...]
+    """First index in each dimension of the block."""
+    target: tuple[int, ...]
+    """First index in each dimension of the tensor to fill."""
+    sizes: torch.Size
+
+
+class Targets:
+    """Tensors on the CPU to fill from a commit: whole ones, or this rank's part of them.
+
+    Args:
+        tensors: for each name in the commit, how the tensor is stored and which part of it to fill.
+        memory: has the tensors to fill.
+    """
+
+    def __init__(self, tensors: Mapping[str, tuple[StoredTensor, Box]], memory: host_memory.Memory) -> None:
+        self._memory = memory
+        self._copies: dict[tuple[str, tuple[int, ...]], _Copy] = {}
+        """By the tensor's name and the block's offsets."""
+        self._in_place: set[tuple[str, int]] = set()
+        """Key and start of the pieces that are read into the tensors themselves."""
+        planned: dict[object, dict[tuple[int, ...], _Copy]] = {}  # many tensors of a model are alike
+        for name, (stored, part) in tensors.items():
+            boxes = tuple((block.offsets, block.sizes) for block in stored.blocks)
+            kind = boxes, part
+            if kind not in planned:
+                planned[kind] = {offsets: copy for offsets, sizes in boxes if (copy := _overlap(offsets, sizes, part))}
+                if sum(math.prod(copy.sizes) for copy in planned[kind].values()) != math.prod(part.sizes):
+                    # Not a CheckpointError: the commit is good, and the layout asks for what it cannot have.
+                    raise RuntimeError(
+                        f"{name} has the shape {stored.shape}; there is no part of shape {tuple(part.sizes)} at "
+                        f"{tuple(part.offsets)} in it"
+                    )
+            self._copies |= {(name, offsets): copy for offsets, copy in planned[kind].items()}
+
+    def needs(self, name: str, block: StoredBlock) -> bool:
+        """Whether a block holds an element to fill."""
+        return (name, block.offsets) in self._copies
+
+    def buffer_for(self, piece: Piece) -> memoryview:
+        """Returns memory to read a piece into: the tensors themselves if the piece has their layout, or new memory."""
+        buffer = self._buffer_in_tensors(piece)
+        if buffer is None:
+            return piece.empty()
+        self._in_place.add((piece.key, piece.start))
+        return buffer
+
+    def _buffer_in_tensors(self, piece: Piece) -> memoryview | None:
+        """Returns the memory where the blocks lie as in the piece, if their padding overwrites no other element."""
+        begin = None
+        for name, block in piece.blocks:
+            if not math.prod(block.sizes):
+                continue
+            copy = self._copies.get((name, block.offsets))
+            if copy is None or copy.sizes != block.sizes:
+                return None
+            target = self._memory.tensors[name]
+            part = narrowed(target, copy.target, copy.sizes)
+            offset = part.data_ptr() - target.data_ptr()
+            address = self._memory.addresses[name] + offset
+            if begin is None:
+                begin = address - (block.start - piece.start)
+            is_unpadded = part.nbytes == padded(part.nbytes)
+            # A tensor's slot in a slab ends at a multiple of `ALIGNMENT`, as the padding of its last block does.
+            is_last = offset + part.nbytes == target.nbytes and address % ALIGNMENT == 0
+            is_in_line = address - (block.start - piece.start) == begin
+            if not is_in_line or not (is_unpadded or is_last) or not part.is_contiguous():
+                return None
+        return self._memory.bytes_at(begin, piece.end - piece.start) if begin is not None else None
+
+    def fill(self, piece: Piece, data: memoryview) -> None:
+        """Copies what the tensors need from the bytes of a piece, unless it was read into place."""
+        is_in_place = (piece.key, piece.start) in self._in_place
+        for name, block in piece.blocks:
+            num_elements, copy = math.prod(block.sizes), self._copies.get((name, block.offsets))
+            if copy is None or not num_elements or (is_in_place and not self._memory.is_apart(name)):
+                continue
+            target = self._memory.tensors[name]
+            source = torch.frombuffer(data, dtype=target.dtype, count=num_elements, offset=block.start - piece.start)
+            part = narrowed(source.view(block.sizes), copy.source, copy.sizes)
+            narrowed(target, copy.target, copy.sizes).copy_(part)
+
+
+def _overlap(offsets: tuple[int, ...], sizes: tuple[int, ...], part: Box) -> _Copy | None:
+    """Returns what to copy from a block into a part of the same tensor; None if they have no element in common."""
+    starts = [max(pair) for pair in zip(offsets, part.offsets, strict=True)]
+    block_ends = map(sum, zip(offsets, sizes, strict=True))
+    part_ends = map(sum, zip(part.offsets, part.sizes, strict=True))
+    common = [min(ends) - start for *ends, start in zip(block_ends, part_ends, starts, strict=True)]
+    if any(size <= 0 for size in common):
+        return None
+    source = tuple(start - offset for start, offset in zip(starts, offsets, strict=True))
+    target = tuple(start - offset for start, offset in zip(starts, part.offsets, strict=True))
+    return _Copy(source, target, torch.Size(common))

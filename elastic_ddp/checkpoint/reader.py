@@ -16,9 +16,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from elastic_ddp.checkpoint.manifest import Commit, padded
-from elastic_ddp.checkpoint.pieces import MAX_PIECE_BYTES, Piece
+from elastic_ddp.checkpoint.pieces import MAX_PIECE_BYTES, Piece, Targets
 from elastic_ddp.checkpoint.planning import local_boxes
-from elastic_ddp.checkpoint.targets import Targets
 from elastic_ddp.errors import CheckpointError, ConfigError, StorageError, format_exception
 from elastic_ddp.storage.storage import Storage
 from elastic_ddp.tensors import host_memory

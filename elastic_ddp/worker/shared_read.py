@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from elastic_ddp.checkpoint import Commit
-from elastic_ddp.checkpoint.pieces import MAX_PIECE_BYTES, Piece, pieces_of
+from elastic_ddp.checkpoint.pieces import MAX_PIECE_BYTES, Piece, Targets, pieces_of
 from elastic_ddp.checkpoint.reader import ReadAhead, allocate_state, as_sharded, build_state, read_piece
-from elastic_ddp.checkpoint.targets import Targets
 from elastic_ddp.distributed.process_group import ProcessGroup
 from elastic_ddp.distributed.state_transfer import TransferWindow, begin_transfer
 from elastic_ddp.errors import CheckpointError, ConfigError, PeerFailedError, StorageError

@@ -20,11 +20,10 @@ from zlib_ng import zlib_ng
 from elastic_ddp.checkpoint import Commit
 from elastic_ddp.checkpoint import pieces as pieces_module
 from elastic_ddp.checkpoint.manifest import Skeleton, StoredBlock, StoredObject, StoredTensor
-from elastic_ddp.checkpoint.pieces import Piece, pieces_of
+from elastic_ddp.checkpoint.pieces import Piece, Targets, pieces_of
 from elastic_ddp.checkpoint.planning import BLOCK_BYTES, Box, local_box
 from elastic_ddp.checkpoint.reader import PIECES_READ_AHEAD, ReadAhead, allocate_state, read_pieces
 from elastic_ddp.checkpoint.staging import OBJECT_BYTES
-from elastic_ddp.checkpoint.targets import Targets
 from elastic_ddp.errors import CheckpointError
 from elastic_ddp.storage.storage import Storage
 from elastic_ddp.tensors import host_memory

@@ -13,8 +13,8 @@ import pytest
 from zlib_ng import zlib_ng
 
 from elastic_ddp.checkpoint import Commit, CommitCatalog, pieces
+from elastic_ddp.checkpoint.pieces import Targets
 from elastic_ddp.checkpoint.reader import allocate_state
-from elastic_ddp.checkpoint.targets import Targets
 from elastic_ddp.distributed.process_group import FORM_TIMEOUT_S, ProcessGroup
 from elastic_ddp.errors import PeerFailedError, StorageError
 from elastic_ddp.storage.folder import Entry
