@@ -88,9 +88,9 @@ def test_prune_finds_temporary_files_of_a_killed_saver(tmp_path: Path) -> None:
 class Uploading(ClockedStorage):
     """A storage with unfinished uploads, as on S3."""
 
-    def __init__(self, uri: str | Path, keys: list[str]) -> None:
+    def __init__(self, uri: str | Path, keys: list[str], begun_at: float) -> None:
         super().__init__(uri)
-        self._begun = {key: Upload(key, "id", time.time() - 1e9) for key in keys}
+        self._begun = {key: Upload(key, "id", begun_at) for key in keys}
 
     def uploads(self, prefix: str = "") -> list[Upload]:
         return [*self._begun.values()]
@@ -102,7 +102,7 @@ class Uploading(ClockedStorage):
 def test_an_unfinished_set_aside_upload_protects_nothing_and_expires(tmp_path: Path) -> None:
     """Manifests above 16 MiB are uploaded to S3 in parts."""
     attempt = uuid.uuid4().hex
-    storage = Uploading(tmp_path, [f"set-aside/4-{attempt}.json", "foreign/object"])
+    storage = Uploading(tmp_path, [f"set-aside/4-{attempt}.json", "foreign/object"], time.time() - 1e9)
     storage.write(f"{attempt_prefix(4, attempt)}/0-0.bin", b"half")
     store = SingleRankStore(storage, keep=1)
     save(store, 6)
@@ -116,7 +116,7 @@ def test_an_unfinished_set_aside_upload_protects_nothing_and_expires(tmp_path: P
 def test_prune_aborts_uploads_to_the_folders_that_it_removes(tmp_path: Path) -> None:
     store = SingleRankStore(Storage(tmp_path), keep=9)
     commits = [save(store, step) for step in (1, 2)]
-    storage = Uploading(tmp_path, [f"{commit.prefix}/9-0.bin" for commit in commits])
+    storage = Uploading(tmp_path, [f"{commit.prefix}/9-0.bin" for commit in commits], time.time())
     going, _ = plan_prune(storage, Retention(last=1))
     assert [removal.step for removal in going.items] == [1]
     remove(storage, going)
