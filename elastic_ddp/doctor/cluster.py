@@ -21,7 +21,7 @@ from elastic_ddp.distributed.hosted_store import HostedStore
 from elastic_ddp.doctor.facts import Clock, Cluster, Node, Reduced
 from elastic_ddp.doctor.probe import FORM_S, Probe
 from elastic_ddp.errors import ElasticDDPError, format_exception
-from elastic_ddp.ray_internals.cluster_use import free_resources
+from elastic_ddp.ray_internals.nodes import free_resources
 from elastic_ddp.storage.storage import Storage
 
 START_S, ANSWER_S, STORAGE_S = 90.0, 15.0, 60.0

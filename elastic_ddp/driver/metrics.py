@@ -16,7 +16,7 @@ from functools import partial
 from ray.util.metrics import Counter, Gauge
 
 from elastic_ddp.checkpoint import Commit
-from elastic_ddp.ray_internals.counters import start_at_zero
+from elastic_ddp.ray_internals import start_at_zero
 from elastic_ddp.telemetry import events
 from elastic_ddp.telemetry.event import Event
 from elastic_ddp.telemetry.goodput import goodput

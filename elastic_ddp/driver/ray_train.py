@@ -92,7 +92,7 @@ def run_workers(job: Job, rendezvous: RendezvousHandle, on_controller: Callable[
 
 def _run_worker(job: Job, rendezvous: RendezvousHandle) -> None:
     """Ray Train's training function, which it calls in every worker."""
-    from elastic_ddp.ray_internals.backend import device_of_worker
+    from elastic_ddp.ray_internals.worker_group import device_of_worker
 
     train_context = ray.train.get_context()
     runtime = ray.get_runtime_context()

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import os
 import socket
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, closing
+from contextlib import AbstractContextManager, closing, suppress
 from dataclasses import replace
 from functools import wraps
 from os import PathLike
@@ -38,7 +39,6 @@ from elastic_ddp.driver.checks import (
 from elastic_ddp.driver.cluster import connect_or_start, tolerated_deprecations
 from elastic_ddp.driver.display import print_note
 from elastic_ddp.driver.gcs_watch import GcsWatch
-from elastic_ddp.driver.imports import imports_meanwhile
 from elastic_ddp.driver.node_access import check_nodes
 from elastic_ddp.driver.run_result import RunResult
 from elastic_ddp.errors import ConfigError, DataError, NonFiniteError, StorageError, TrainFunctionError
@@ -85,6 +85,13 @@ def _without_frames(method: Callable[P, R]) -> Callable[P, R]:
             raise error.with_traceback(None) from None
 
     return call
+
+
+def _import_session() -> None:
+    """Imports modules that take a second. Errors are raised where they are imported again."""
+    with suppress(Exception):
+        import elastic_ddp.driver.session
+        import elastic_ddp.ray_internals.trainer  # noqa: F401
 
 
 class ElasticTrainer:
@@ -307,8 +314,12 @@ class ElasticTrainer:
 
     def _connect(self, lease: DriverLease, num_data_tasks: int) -> None:
         """Connects to the Ray cluster, records its address for other processes, and checks its capacity."""
-        with imports_meanwhile("elastic_ddp.driver.session", "elastic_ddp.ray_internals.trainer"):
+        imports = threading.Thread(target=_import_session, name="imports", daemon=True)
+        imports.start()  # while Ray starts
+        try:
             is_own_cluster = connect_or_start(print_note, self.config.runtime_env)
+        finally:
+            imports.join()
         lease.renew(ray_address=ray.get_runtime_context().gcs_address)
         record_run(self.config.name, self._storage.uri)
         check_capacity(

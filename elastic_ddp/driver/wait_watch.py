@@ -9,7 +9,7 @@ import ray
 
 from elastic_ddp.config.capacity import ClusterUse, explain_wait
 from elastic_ddp.config.run_config import RunConfig
-from elastic_ddp.ray_internals.cluster_use import read_cluster_use
+from elastic_ddp.ray_internals.nodes import read_cluster_use
 
 CHECK_S = 5.0
 """How often the cluster is read while the run waits."""

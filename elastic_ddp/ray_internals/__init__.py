@@ -7,7 +7,7 @@ import logging
 import os
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -133,3 +133,8 @@ def is_local(host: str) -> bool:
     except OSError:
         return False
     return True
+
+
+def start_at_zero(counter: Any, tags: Mapping[str, str]) -> None:
+    """Exports a counter before its first increment, without which Prometheus' `increase` misses that one."""
+    counter._record(0.0, dict(tags))  # `inc` refuses 0

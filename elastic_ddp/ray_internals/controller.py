@@ -34,7 +34,6 @@ from ray.train.v2.api.exceptions import ControllerError, TrainingFailedError, Wo
 from elastic_ddp.ray_internals.messages import mark_messages
 from elastic_ddp.ray_internals.nodes import draining_nodes
 from elastic_ddp.ray_internals.scaling import LimitedScalingPolicy, autoscaled_nodes, shorten_intervals
-from elastic_ddp.ray_internals.start_backoff import StartBackoff
 from elastic_ddp.ray_internals.worker_group import ElasticWorkerGroup, actor_id
 from elastic_ddp.ray_internals.worker_states import WorkerStates, classify_workers, death_cause
 from elastic_ddp.telemetry.events import StartFailed
@@ -55,9 +54,37 @@ MIN_DRAIN_S = 0.1
 """Seconds left to a node whose deadline has passed by this machine's clock."""
 DISMISSED_EXIT_S = 5.0
 """How long a dismissed worker may take to exit, in addition to `save_within_s`."""
+MAX_START_BACKOFF_S = 60.0
+"""Longest pause after failed starts: 2 s after the first, then twice as long after each further one."""
 
 _VERBOSE_LOGGERS = ("scaling_policy", "worker_group", "failure_handling.default")
 """They log each poll of the cluster, each try to start workers, and each failed worker as a failed run."""
+
+
+class StartBackoff:
+    """Counts failed starts in a row.
+
+    Attributes:
+        until: the monotonic time, in seconds, before which no worker is started.
+    """
+
+    def __init__(self) -> None:
+        self.until = 0.0
+        self._num_failed = 0
+
+    def add(self, num_failed: int) -> None:
+        """Counts failed starts, and begins a pause if there are any."""
+        if num_failed:
+            self._num_failed += num_failed
+            self.until = time.monotonic() + min(2.0 ** min(self._num_failed, 10), MAX_START_BACKOFF_S)
+
+    def reset(self) -> None:
+        """A start has succeeded."""
+        self._num_failed = 0
+
+    @property
+    def is_over(self) -> bool:
+        return time.monotonic() >= self.until
 
 
 class ElasticController(TrainController):

@@ -23,7 +23,7 @@ from ray.train.v2._internal.execution.worker_group import WorkerGroupPollStatus,
 from ray.train.v2.api.config import ScalingConfig
 
 from elastic_ddp.config.capacity import workers_that_fit
-from elastic_ddp.ray_internals.cluster_use import free_resources
+from elastic_ddp.ray_internals.nodes import free_resources
 
 REQUEST_INTERVAL_S, REQUEST_EXPIRY_S = 5, 15
 """How often a run renews its request for resources, and for how long Ray keeps them reserved. With Ray's defaults of

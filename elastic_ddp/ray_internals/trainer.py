@@ -13,10 +13,9 @@ from ray.train.v2._internal.constants import get_env_vars_to_propagate
 from ray.train.v2._internal.execution.scaling_policy.elastic import ElasticScalingPolicy
 from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 
-from elastic_ddp.ray_internals.backend import TorchWithoutProcessGroup
-from elastic_ddp.ray_internals.cluster_use import placement_group_prefix
 from elastic_ddp.ray_internals.controller import CountingFailurePolicy, ElasticController
 from elastic_ddp.ray_internals.dataset import exports_metrics
+from elastic_ddp.ray_internals.nodes import placement_group_prefix
 from elastic_ddp.ray_internals.scaling import NODE_ID, LimitedScalingPolicy
 from elastic_ddp.ray_internals.worker_group import release_placement_groups
 
@@ -43,7 +42,7 @@ class ElasticTorchTrainer(DataParallelTrainer):
         on_controller: Callable[[Any], None],
         **kwargs: Any,
     ) -> None:
-        super().__init__(*args, backend_config=TorchWithoutProcessGroup(), **kwargs)
+        super().__init__(*args, **kwargs)  # without a backend: each generation forms its own process group
         self._run_name = run_name
         self._controller_arguments = {
             "rendezvous": rendezvous,

@@ -13,7 +13,7 @@ import os
 import time
 import uuid
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import ray
 from ray.exceptions import RayActorError, RayError
@@ -41,6 +41,9 @@ from elastic_ddp.ray_internals.standbys import Standbys, StartingWorker
 from elastic_ddp.ray_internals.worker_states import death_cause
 from elastic_ddp.rendezvous import standby
 from elastic_ddp.telemetry.event import EXITED
+
+if TYPE_CHECKING:
+    import torch
 
 _log = logging.getLogger(__name__)
 
@@ -100,6 +103,17 @@ class ElasticWorker(RayTrainWorker):
     def take_place(self, gpus: Sequence[int | str], predecessor: int) -> bool:
         """Ends the wait of a standby; see `standby.take_place`."""
         return standby.take_place(gpus, predecessor)
+
+
+def device_of_worker() -> torch.device:
+    """Returns this worker's device, and makes it the current one. `ray.train.torch.get_device` imports all trainers."""
+    import torch
+    from ray.air._internal.device_manager import get_torch_device_manager_by_context
+
+    device: torch.device = get_torch_device_manager_by_context().get_devices()[0]
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    return device
 
 
 class _NoBarrier:

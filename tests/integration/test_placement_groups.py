@@ -7,7 +7,7 @@ import ray
 from ray.util import placement_group, placement_group_table
 
 from elastic_ddp.config.capacity import explain_wait
-from elastic_ddp.ray_internals.cluster_use import placement_group_prefix, read_cluster_use
+from elastic_ddp.ray_internals.nodes import placement_group_prefix, read_cluster_use
 from elastic_ddp.ray_internals.worker_group import release_placement_groups
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("local_ray")]

@@ -27,14 +27,15 @@ from elastic_ddp.ray_internals import controller as controller_module
 from elastic_ddp.ray_internals import worker_group
 from elastic_ddp.ray_internals.controller import (
     DISMISSED_EXIT_S,
+    MAX_START_BACKOFF_S,
     PLACEMENT_TIMEOUT_S,
     CountingFailurePolicy,
     ElasticController,
+    StartBackoff,
     counts_as_failure,
 )
 from elastic_ddp.ray_internals.scaling import LimitedScalingPolicy
 from elastic_ddp.ray_internals.standbys import Standbys, StartingWorker
-from elastic_ddp.ray_internals.start_backoff import MAX_START_BACKOFF_S, StartBackoff
 from elastic_ddp.ray_internals.worker_group import ElasticWorkerGroup
 from elastic_ddp.rendezvous.messages import WorkerDirectives
 from elastic_ddp.telemetry.events import StartFailed
