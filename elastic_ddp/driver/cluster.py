@@ -25,8 +25,6 @@ from elastic_ddp.ray_internals.nodes import nodes_if_none_is_here
 from elastic_ddp.ray_internals.private_token import init_ray
 from elastic_ddp.rendezvous.actor import NAMESPACE
 
-_started: list[str] = []
-"""Addresses of the clusters that this process has started."""
 _runtime_envs: dict[str, Mapping[str, Any]] = {}
 """The runtime environment that `connect_or_start` gave to each Ray job of this process."""
 RESUMES = "the same command resumes it from its newest commit"
@@ -57,7 +55,7 @@ def connect_or_start(note: Callable[[str], None], runtime_env: Mapping[str, Any]
                 f"runtime_env with {', '.join(sorted(runtime_env))} comes too late: this process is connected to Ray "
                 "already, with another one. Pass it to the program's own ray.init, or remove that call."
             )
-        return ray.get_runtime_context().gcs_address in _started
+        return has_started_ray()
     address = os.environ.get("RAY_ADDRESS", "")
     if address.startswith("ray://"):
         raise ConfigError(
@@ -67,8 +65,7 @@ def connect_or_start(note: Callable[[str], None], runtime_env: Mapping[str, Any]
     try:
         _prepare_connection(address, f"Run the program on one of them, or {_SUBMIT}.")
         with separate_daemons():
-            given = {"runtime_env": dict(runtime_env)} if runtime_env else {}
-            init_ray(log_to_driver=True, logging_level=logging.WARNING, **given)
+            init_ray(log_to_driver=True, logging_level=logging.WARNING, runtime_env=dict(runtime_env or {}) or None)
     except ValueError as error:
         if not runtime_env or isinstance(error, ConfigError):
             raise
@@ -82,12 +79,11 @@ def connect_or_start(note: Callable[[str], None], runtime_env: Mapping[str, Any]
     if runtime_env:
         _runtime_envs[ray.get_runtime_context().get_job_id()] = dict(runtime_env)
     address = ray.get_runtime_context().gcs_address
-    if not has_started_ray():
+    if has_started_ray():
+        note(f"started Ray on this machine, at {address} (RAY_ADDRESS selects another cluster)")
+    else:
         note(f"using Ray at {address} (RAY_ADDRESS selects another cluster, RAY_ADDRESS=local starts one)")
-        return False
-    note(f"started Ray on this machine, at {address} (RAY_ADDRESS selects another cluster)")
-    _started.append(address)
-    return True
+    return has_started_ray()
 
 
 def cluster_has_gpus() -> bool:

@@ -6,11 +6,11 @@ import json
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from email.message import Message
 from http.client import HTTPException
-from typing import Protocol
 from urllib.error import HTTPError
 from urllib.request import ProxyHandler, Request, build_opener
 
@@ -50,21 +50,8 @@ def most_urgent(notices: Sequence[Notice]) -> Notice | None:
     return min(notices, key=lambda each: (each.is_advice, each.deadline or math.inf), default=None)
 
 
-class MetadataService(Protocol):
-    """A cloud's metadata service. Methods raise `FAILURES` if it fails."""
-
-    name: str
-    url: str
-
-    def responds(self) -> bool:
-        """Returns whether this is the metadata service of this cloud."""
-
-    def poll(self) -> list[Notice]:
-        """Returns the notices that hold now, at once or after a few seconds in which none changed."""
-
-
 class AWS:
-    """Reads spot interruption notices and rebalance recommendations, with IMDSv2's token."""
+    """Reads spot interruption notices and rebalance recommendations, with IMDSv2's token. Methods raise `FAILURES`."""
 
     name = "AWS"
 
@@ -73,16 +60,19 @@ class AWS:
         self._token = ""
 
     def responds(self) -> bool:
+        """Returns whether this machine is in this cloud."""
         ttl = {f"{_TOKEN}-ttl-seconds": str(_TOKEN_TTL_S)}
         answer = _fetch(f"{self.url}/latest/api/token", ttl, method="PUT")
         self._token = answer[0] if answer else ""
         return bool(self._token)
 
     def poll(self) -> list[Notice]:
+        """Returns the notices that hold now."""
         notices = []
         if (found := self._get("spot/instance-action")) is not None:
-            action = {"stop": "stop", "hibernate": "hibernate"}.get(found["action"], "terminate")
-            notices.append(Notice(f"AWS will {action} this machine at {found['time']}", _parse_time(found["time"])))
+            action = found["action"] if found["action"] in ("stop", "hibernate") else "terminate"
+            deadline = datetime.fromisoformat(found["time"]).timestamp()
+            notices.append(Notice(f"AWS will {action} this machine at {found['time']}", deadline))
         try:
             found = self._get("events/recommendations/rebalance")
             if found is not None:
@@ -109,7 +99,7 @@ class AWS:
 
 
 class GCP:
-    """Reads preemption and host maintenance notices."""
+    """Reads preemption and host maintenance notices, as `AWS` does. `poll` waits a few seconds for a change."""
 
     name = "GCP"
 
@@ -128,22 +118,14 @@ class GCP:
         changed = f"instance/preempted?wait_for_change=true&last_etag={self._etag}&timeout_sec={_GCP_WAIT_S}"
         answer = self._get(changed, timeout_s=_GCP_WAIT_S + TIMEOUT_S)
         self._etag = (answer and answer[1].get("ETag")) or "0"
-        return [
-            *self._notice("GCP preempts this machine", answer, "TRUE", _GCP_PREEMPTION_S),
-            # A machine that GCP migrates keeps running.
-            *self._notice(
-                "GCP stops this machine for host maintenance",
-                maintenance,
-                "TERMINATE_ON_HOST_MAINTENANCE",
-                _GCP_MAINTENANCE_S,
-            ),
-        ]
-
-    def _notice(self, text: str, answer: tuple[str, Message] | None, announced: str, within_s: float) -> list[Notice]:
-        if answer is None or answer[0].strip() != announced:
-            self._deadlines.pop(text, None)
-            return []
-        return [Notice(text, self._deadlines.setdefault(text, self._clock() + within_s))]
+        announced = {}
+        if answer is not None and answer[0].strip() == "TRUE":
+            announced["GCP preempts this machine"] = _GCP_PREEMPTION_S
+        if maintenance is not None and maintenance[0].strip() == "TERMINATE_ON_HOST_MAINTENANCE":  # not migrated
+            announced["GCP stops this machine for host maintenance"] = _GCP_MAINTENANCE_S
+        now = self._clock()
+        self._deadlines = {text: self._deadlines.get(text, now + within_s) for text, within_s in announced.items()}
+        return [Notice(text, deadline) for text, deadline in self._deadlines.items()]
 
     def _get(self, path: str, timeout_s: float = TIMEOUT_S) -> tuple[str, Message] | None:
         return _fetch(f"{self.url}/computeMetadata/v1/{path}", {"Metadata-Flavor": "Google"}, timeout_s=timeout_s)
@@ -154,38 +136,25 @@ def find_service(
     *,
     clock: Callable[[], float] = time.time,
     sleep: Callable[[float], None] = time.sleep,
-) -> MetadataService:
-    """Returns the metadata service of this machine.
+) -> AWS | GCP:
+    """Returns the metadata service of this machine. Raises ConfigError if it is not in one of these clouds.
 
-    Args:
-        environment: `AWS_EC2_METADATA_SERVICE_ENDPOINT` (a URL) and `GCE_METADATA_HOST` (host[:port]) override the
-            address, as for these clouds' own libraries.
-        clock: Unix time in seconds, to which the deadlines of notices refer.
-        sleep: waits between attempts.
-
-    Raises:
-        ConfigError: the machine has none, so it is not in one of these clouds.
+    `AWS_EC2_METADATA_SERVICE_ENDPOINT` (a URL) and `GCE_METADATA_HOST` (host[:port]) in `environment` override the
+    address, as for these clouds' own libraries. `clock` is the Unix time of deadlines.
     """
     aws = AWS(environment.get("AWS_EC2_METADATA_SERVICE_ENDPOINT", f"http://{ADDRESS}").rstrip("/"))
     gcp = GCP(f"http://{environment.get('GCE_METADATA_HOST', ADDRESS)}", clock)
-    services: list[MetadataService] = [aws, gcp]
     for attempt in range(ATTEMPTS):
         if attempt:
             sleep(1.0)
-        for service in services:
-            try:
+        for service in (aws, gcp):
+            with suppress(*FAILURES):  # also if this is the other cloud, whose service rejects the request
                 if service.responds():
                     return service
-            except FAILURES:  # also if this is the other cloud, whose service rejects the request
-                continue
     raise ConfigError(
         f"no metadata service of AWS ({aws.url}) or GCP ({gcp.url}) responds, so this machine gets no notices. Run "
         "watch-notices on machines of these clouds only; in a container on AWS, set HttpPutResponseHopLimit to 2."
     )
-
-
-def _parse_time(text: str) -> float:
-    return datetime.fromisoformat(text).timestamp()
 
 
 def _fetch(

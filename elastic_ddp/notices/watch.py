@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import NoReturn
 
 from elastic_ddp.errors import format_exception
-from elastic_ddp.notices.metadata import FAILURES, MetadataService, Notice, most_urgent
+from elastic_ddp.notices.metadata import AWS, FAILURES, GCP, Notice, most_urgent
 
 INTERVAL_S = 2.0
 _RAY_S = 10.0
@@ -25,7 +25,7 @@ class Watch:
 
     def __init__(
         self,
-        service: MetadataService,
+        service: AWS | GCP,
         drain: Callable[[Notice], str],
         log: Callable[[str], None],
         *,

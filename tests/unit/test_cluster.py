@@ -49,7 +49,6 @@ def ray_is(monkeypatch: pytest.MonkeyPatch) -> Any:
     context = lambda: SimpleNamespace(gcs_address=ray_is.address, get_job_id=lambda: "01000000")  # noqa: E731
     monkeypatch.setattr(ray, "get_runtime_context", context)
     monkeypatch.setattr(cluster, "_runtime_envs", {})
-    monkeypatch.setattr(cluster, "_started", [])
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     return ray_is
 
@@ -84,7 +83,7 @@ def test_a_cluster_that_this_process_started_is_still_its_own_in_the_next_run(ra
     notes: list[str] = []
     assert connect_or_start(notes.append) and connect_or_start(notes.append)
     assert notes == [f"started Ray on this machine, at {ray_is.address} (RAY_ADDRESS selects another cluster)"]
-    ray_is.address = "10.0.0.10:6379"  # another cluster
+    ray_is.is_head = False  # another cluster
     assert not connect_or_start(notes.append)
 
 
