@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from elastic_ddp.config.run_config import DataConfig
+from elastic_ddp.config.run_config import RunConfig
 from elastic_ddp.errors import ConfigError
 
 _RAY_UNITS = 10_000
@@ -100,24 +100,17 @@ def _amounts(resources: Mapping[str, float], names: Iterable[str]) -> str:
     return ", ".join(f"{name}={amount:g}" for name in names if round(amount := resources.get(name, 0.0), 4) > 0)
 
 
-def check_cpus(
-    nodes: Sequence[Mapping[str, float]],
-    *,
-    resources_per_worker: Mapping[str, float],
-    max_workers: int,
-    options: DataConfig,
-    num_tasks: int,
-) -> None:
+def check_cpus(nodes: Sequence[Mapping[str, float]], config: RunConfig, num_tasks: int) -> None:
     """Raises ConfigError if the data pipelines on some node could never start, because workers reserve its CPUs.
 
     A pipeline runs `num_tasks` tasks at a time on its worker's node. The check assumes that workers fill one node after
     the other, as Ray Train packs them.
     """
-    cpus = options.num_cpus_per_task
-    per_worker = resources_per_worker.get("CPU", 0.0)
-    remaining = max_workers
+    cpus = config.data.num_cpus_per_task
+    per_worker = config.resources_per_worker.get("CPU", 0.0)
+    remaining = config.max_workers
     for node in nodes:
-        workers = min(remaining, workers_that_fit(node, resources_per_worker))
+        workers = min(remaining, workers_that_fit(node, config.resources_per_worker))
         remaining -= workers
         free = node.get("CPU", 0.0) - workers * per_worker
         needed = workers * num_tasks * cpus

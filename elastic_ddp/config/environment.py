@@ -9,14 +9,15 @@ from typing import Any
 from elastic_ddp.errors import ConfigError
 
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-_SECRETS = {"SECRET", "SECRETS", "CREDENTIAL", "CREDENTIALS", "PASSPHRASE", "AUTHORIZATION"}
-"""A name of a variable with one of these words has a credential."""
-_SECRET_ENDINGS = ("PASSWORD", "PASSWORDS", "PASSWD", "PWD", "TOKEN", "APIKEY", "ACCESSKEY", "SECRETKEY")
-"""As `_SECRETS`, also at the end of a word: PGPASSWORD."""
-_KEYS = {"API", "ACCESS", "ACCOUNT", "AUTH", "ENCRYPTION", "MASTER", "PRIVATE", "SIGNING", "SSH", "STORAGE"}
-"""Words that make a credential of KEY after them."""
-_OF_A_TOKENIZER = {"ID", "IDS", "COUNT", "LENGTH", "LIMIT", "SIZE"}
-"""Words that make TOKEN before them a part of a text."""
+_CREDENTIAL = re.compile(
+    r"""(^|_) (SECRETS? | CREDENTIALS? | PASSPHRASE | AUTHORIZATION | CONNECTION_STRING) (_|$)
+    | (PASSWORDS? | PASSWD | PWD | API_?KEY | ACCESSKEY | SECRETKEY) (_|$)
+    | TOKEN (?!_(IDS? | COUNT | LENGTH | LIMIT | SIZE) (_|$)) (_|$)  # not the settings of a tokenizer
+    | (^|_) (ACCESS | ACCOUNT | AUTH | ENCRYPTION | MASTER | PRIVATE | SIGNING | SSH | STORAGE) _KEY (_|$)
+    | _PASS $""",
+    re.VERBOSE,
+)
+"""A name of a variable, in capitals, that has a credential."""
 _PLACES = ("FILE", "PATH", "DIR", "URI", "URL", "NAME", "ARN")
 """A name with this end says where a credential is kept."""
 _SWITCHES = {"", "0", "1", "true", "false", "yes", "no", "on", "off"}
@@ -38,20 +39,12 @@ def has_credential(text: str) -> bool:
 
 def _is_credential(name: str, value: str) -> bool:
     """Returns whether the name of a variable says that its value is a credential, and not where one is kept."""
-    words = name.upper().split("_")
-    if words[-1].endswith(_PLACES) or words in (["PWD"], ["OLDPWD"]) or value.lower() in _SWITCHES:
+    name = name.upper()
+    if name.endswith(_PLACES) or name in ("PWD", "OLDPWD") or value.lower() in _SWITCHES:
         return False
-    if words[-1] == "CREDENTIALS" and value.startswith("/"):  # the file of GOOGLE_APPLICATION_CREDENTIALS
+    if name.endswith("CREDENTIALS") and value.startswith("/"):  # the file of GOOGLE_APPLICATION_CREDENTIALS
         return False
-    if words[-1] == "PASS" and len(words) > 1:
-        return True
-    for word, following in zip(words, [*words[1:], ""], strict=True):
-        is_secret = word in _SECRETS or word.endswith(_SECRET_ENDINGS)
-        if is_secret and not (word == "TOKEN" and following in _OF_A_TOKENIZER):
-            return True
-        if (word in _KEYS and following == "KEY") or (word == "CONNECTION" and following == "STRING"):
-            return True
-    return False
+    return _CREDENTIAL.search(name) is not None
 
 
 def hide_credentials(text: str) -> str:

@@ -8,28 +8,19 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import (
-    AfterValidator,
-    BeforeValidator,
-    Field,
-    StringConstraints,
-    model_validator,
-)
+from pydantic import AfterValidator, BeforeValidator, Field, StringConstraints, model_validator
 
 from elastic_ddp.config.environment import check_env, check_runtime_env
-from elastic_ddp.config.settings import (
-    MAX_STEP,
-    Names,
-    PositiveFloat,
-    PositiveInt,
-    Seconds,
-    Settings,
-    check_distinct,
-)
+from elastic_ddp.config.settings import MAX_STEP, Names, PositiveFloat, PositiveInt, Seconds, Settings, check_distinct
 from elastic_ddp.config.storage_uri import check_storage_uri, default_storage
 from elastic_ddp.errors import ConfigError
 
 RunName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=100)]
+StorageUri = Annotated[
+    str,
+    BeforeValidator(lambda value: os.fspath(value) if isinstance(value, os.PathLike) else value),
+    AfterValidator(check_storage_uri),
+]
 LoggerNames = Annotated[
     tuple[Literal["tensorboard", "wandb", "mlflow"], ...], Field(strict=False), AfterValidator(check_distinct)
 ]
@@ -38,11 +29,6 @@ IDENTITY = ("seed", "global_batch_size", "micro_batch_size", "reduction", "preci
 """Settings that decide the weights' bits. A resumed run must keep them."""
 DATA_IDENTITY = ("columns", "shuffle", "window_row_groups", "chunk_rows")
 """Settings under `data` that a resumed run must keep."""
-
-
-def _as_text(value: Any) -> Any:
-    """Returns a path object as text."""
-    return os.fspath(value) if isinstance(value, os.PathLike) else value
 
 
 class CheckpointConfig(Settings):
@@ -195,9 +181,7 @@ class RunConfig(Settings):
 
     name: RunName
     """Name of the run. Starting the same name in the same storage resumes the run."""
-    storage: Annotated[str, BeforeValidator(_as_text), AfterValidator(check_storage_uri)] = Field(
-        default_factory=default_storage
-    )
+    storage: StorageUri = Field(default_factory=default_storage)
     """Where runs are stored: a local path, or an fsspec URI such as `s3://bucket/runs`. Every node must reach it. The
     store must be able to create an object only if it does not exist; the driver tests this at the start. Default: the
     environment variable `ELASTIC_DDP_STORAGE` of the driver, or else `runs`, a folder in its working directory."""
@@ -301,36 +285,40 @@ class RunConfig(Settings):
 
     @model_validator(mode="after")
     def _check_strategy(self) -> Self:
+        fsdp, size, most = self.fsdp, self.fsdp.shard_size, self.max_workers
         if self.ddp.comm_hook is not None and (self.strategy, self.reduction) != ("ddp", "native"):
             settings = f"strategy={self.strategy!r} and reduction={self.reduction!r}"
             raise ValueError(
                 f"ddp.comm_hook={self.ddp.comm_hook!r} has no effect with {settings}: it compresses the gradients of "
                 'DDP\'s own all-reduce; use strategy="ddp" and reduction="native", or remove it'
             )
-        if self.strategy != "fsdp" and self.fsdp.shard_classes:
+        for setting, is_set in (
+            (f"shard_classes={list(fsdp.shard_classes)}", fsdp.shard_classes),
+            ("cpu_offload=true", fsdp.cpu_offload),
+            ('sharding="hybrid"', fsdp.sharding == "hybrid"),
+        ):
+            if is_set and self.strategy != "fsdp":
+                raise ValueError(
+                    f'fsdp.{setting} has no effect with strategy={self.strategy!r}; use strategy="fsdp", or remove it'
+                )
+        if fsdp.sharding == "hybrid" and most < 2:
             raise ValueError(
-                f"fsdp.shard_classes={list(self.fsdp.shard_classes)} has no effect with strategy={self.strategy!r}; "
-                'use strategy="fsdp", or remove it'
+                f'fsdp.sharding="hybrid" needs several groups of workers, and max_workers={most} allows one; raise '
+                'max_workers, or use "full"'
             )
-        if self.strategy != "fsdp" and (self.fsdp.sharding == "hybrid" or self.fsdp.cpu_offload):
-            setting = "cpu_offload=true" if self.fsdp.cpu_offload else 'sharding="hybrid"'
+        if size is not None and fsdp.sharding != "hybrid":
             raise ValueError(
-                f'fsdp.{setting} has no effect with strategy={self.strategy!r}; use strategy="fsdp", or remove it'
+                f'fsdp.shard_size={size} has no effect with fsdp.sharding={fsdp.sharding!r}; use "hybrid", or remove it'
             )
-        if self.fsdp.sharding == "hybrid" and self.max_workers < 2:
+        if size is not None and most < 2 * size:
             raise ValueError(
-                f'fsdp.sharding="hybrid" needs several groups of workers, and max_workers={self.max_workers} allows '
-                'one; raise max_workers, or use "full"'
+                f"fsdp.shard_size={size} leaves one group with max_workers={most}, so no shard has a replica; use "
+                f'max_workers={2 * size} or more, or fsdp.sharding="full"'
             )
-        if self.fsdp.shard_size is not None and self.fsdp.sharding != "hybrid":
+        if size is not None and (largest := most // size * size) < self.min_workers <= most:
             raise ValueError(
-                f"fsdp.shard_size={self.fsdp.shard_size} has no effect with fsdp.sharding={self.fsdp.sharding!r}; use "
-                '"hybrid", or remove it'
-            )
-        if self.fsdp.shard_size is not None and self.max_workers < 2 * self.fsdp.shard_size:
-            raise ValueError(
-                f"fsdp.shard_size={self.fsdp.shard_size} leaves one group with max_workers={self.max_workers}, so no "
-                f'shard has a replica; use max_workers={2 * self.fsdp.shard_size} or more, or fsdp.sharding="full"'
+                f"fsdp.shard_size={size} allows {largest} of max_workers={most}, which is below "
+                f"min_workers={self.min_workers}; use a lower min_workers, or a multiple of {size} as max_workers"
             )
         if self.verify.every_steps and self.strategy == "ddp" and self.reduction != "canonical":
             raise ValueError(
@@ -338,16 +326,10 @@ class RunConfig(Settings):
                 f'workers only with reduction="canonical", but this run has {self.reduction!r}; set '
                 'reduction="canonical", or remove verify.every_steps'
             )
-        if self.verify.every_steps and self.strategy == "fsdp" and not self.fsdp.mirror:
+        if self.verify.every_steps and self.strategy == "fsdp" and not fsdp.mirror:
             raise ValueError(
                 f"verify.every_steps={self.verify.every_steps} compares shards with their mirrors, and "
                 "fsdp.mirror=false leaves none; set it to true, or remove verify.every_steps"
-            )
-        size = self.fsdp.shard_size
-        if size is not None and (largest := self.max_workers // size * size) < self.min_workers <= self.max_workers:
-            raise ValueError(
-                f"fsdp.shard_size={size} allows {largest} of max_workers={self.max_workers}, which is below "
-                f"min_workers={self.min_workers}; use a lower min_workers, or a multiple of {size} as max_workers"
             )
         return self
 

@@ -1,7 +1,8 @@
-"""What all settings have in common: `Settings`, the base class, and the types of numbers and names."""
+"""What all settings have in common: the base class, its error messages, and the types of numbers and names."""
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
 from typing import Annotated, Any, TypeVar
@@ -9,7 +10,6 @@ from typing import Annotated, Any, TypeVar
 import numpy as np
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
-from elastic_ddp.config.explain import explain
 from elastic_ddp.errors import ConfigError
 
 T = TypeVar("T")
@@ -22,6 +22,16 @@ MAX_DURATION_S = 1e8
 PositiveInt = Annotated[int, Field(ge=1, le=MAX_STEP)]
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Seconds = Annotated[float, Field(gt=0, le=MAX_DURATION_S, allow_inf_nan=False)]
+
+_HINTS = {
+    "int_type": " (a number without quotes or a fraction)",
+    "float_type": " (a number without quotes)",
+    "bool_type": " (true or false, without quotes)",
+    "string_type": " (text in quotes)",
+    "tuple_type": ' (a list, such as ["name"])',
+    "string_pattern_mismatch": " (letters, digits, '.', '_' and '-', beginning with a letter or digit)",
+}
+"""What to give instead, by pydantic's error type, where pydantic's own message does not name it."""
 
 _building: ContextVar[bool] = ContextVar("building", default=False)
 """Whether an outer settings object is being built, which then reports the errors of its parts."""
@@ -70,9 +80,40 @@ class Settings(BaseModel):
         try:
             super().__init__(**plain(values))
         except ValidationError as error:
-            message = explain(error, type(self))
+            message = _explain(error, type(self))
         else:
             return
         finally:
             _building.reset(token)
         raise ConfigError(message)  # outside of the except block: see `format_validation_error`
+
+
+def _explain(error: ValidationError, model: type[BaseModel]) -> str:
+    """Returns one line that names every problem in `error`, which pydantic raised while it built `model`."""
+    return "invalid configuration: " + "; ".join(
+        _explain_problem(problem, model) for problem in error.errors(include_url=False)
+    )
+
+
+def _explain_problem(problem: Mapping[str, Any], model: type[BaseModel]) -> str:
+    setting, value = ".".join(map(str, problem["loc"])), problem["input"]
+    match problem["type"]:
+        case "extra_forbidden":
+            return f"{setting}={value!r}: there is no such setting; {_suggest_settings(problem['loc'], model)}"
+        case "missing":
+            return f"{setting} is missing and has no default; give it a value"
+        case "value_error":  # raised by a validator of `run_config`
+            return str(problem["ctx"]["error"])
+    rule = problem["msg"]
+    return f"{setting}={value!r}: {rule[0].lower()}{rule[1:]}{_HINTS.get(problem['type'], '')}"
+
+
+def _suggest_settings(location: tuple[int | str, ...], model: type[BaseModel]) -> str:
+    """Returns the setting closest to an unknown one, or all settings of its table."""
+    for part in location[:-1]:
+        annotation = model.model_fields[str(part)].annotation
+        if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+            model = annotation
+    names = list(model.model_fields)
+    close = difflib.get_close_matches(str(location[-1]), names, n=1)
+    return f"did you mean {close[0]}?" if close else f"the settings here are {', '.join(sorted(names))}"

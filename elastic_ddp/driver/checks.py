@@ -156,13 +156,7 @@ def check_steps(index: DatasetIndex | MapStyleIndex, config: RunConfig) -> None:
 
 def check_capacity(nodes: Sequence[Mapping[str, float]], config: RunConfig, *, num_tasks: int, may_grow: bool) -> None:
     """Raises ConfigError if the run can never start on a cluster of these nodes. Nodes may join if it `may_grow`."""
-    check_cpus(
-        nodes,
-        resources_per_worker=config.resources_per_worker,
-        max_workers=config.max_workers,
-        options=config.data,
-        num_tasks=num_tasks,
-    )
+    check_cpus(nodes, config, num_tasks)
     shortage = explain_shortage(nodes, config.resources_per_worker, config.min_workers)
     if shortage is not None and not may_grow:
         raise ConfigError(f"{shortage}. No node can join: this Ray cluster was started for this run on this machine.")

@@ -124,13 +124,7 @@ def _train(loop: Loop, context: WorkerContext) -> tuple[Outcome | None, str | No
     """
     job, config = loop.job, loop.job.config
     try:
-        check_cpus(
-            [context.node_resources],
-            resources_per_worker=config.resources_per_worker,
-            max_workers=config.max_workers,
-            options=config.data,
-            num_tasks=job.num_data_tasks,
-        )
+        check_cpus([context.node_resources], config, job.num_data_tasks)
         if job.session:
             check_access(job.storage, job.session, files_to_check(job.index, job.storage))
         loop.membership.read_ahead()

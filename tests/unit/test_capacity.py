@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from elastic_ddp.config.capacity import ClusterUse, check_cpus, explain_shortage, explain_wait, workers_that_fit
-from elastic_ddp.config.run_config import DataConfig
+from elastic_ddp.config.run_config import RunConfig
 from elastic_ddp.errors import ConfigError
 
 
@@ -55,27 +55,28 @@ def test_a_run_that_waits_names_what_it_lacks_and_who_holds_it() -> None:
     assert "1 of min_workers=2" in own and "other" not in own
 
 
-def check(nodes: list[dict[str, float]], *, per_task: float, concurrency: int = 1, **options: float) -> None:
-    check_cpus(
-        nodes,
-        resources_per_worker={"CPU": 2.0, "GPU": options.get("gpu", 0.0)},
-        max_workers=int(options.get("max_workers", 4)),
-        options=DataConfig(num_cpus_per_task=per_task, concurrency=concurrency),
-        num_tasks=min(concurrency, 2),
-    )
+def config(resources: dict[str, float], max_workers: int, per_task: float) -> RunConfig:
+    sizes = {"global_batch_size": 32, "micro_batch_size": 1, "max_workers": max_workers}
+    data = {"num_cpus_per_task": per_task}
+    return RunConfig(name="lm", storage="runs", steps=1, resources_per_worker=resources, data=data, **sizes)
+
+
+def check(
+    nodes: list[dict[str, float]], *, per_task: float, num_tasks: int = 1, max_workers: int = 4, gpu: float = 0.0
+) -> None:
+    check_cpus(nodes, config({"CPU": 2.0, "GPU": gpu}, max_workers, per_task), num_tasks)
 
 
 def test_rounding_errors_are_no_shortage_of_cpus() -> None:
-    options = DataConfig(num_cpus_per_task=0)
     share = {"CPU": 0.28}  # in floating point, 25 of these exceed 7
-    check_cpus([{"CPU": 7.0}], resources_per_worker=share, max_workers=25, options=options, num_tasks=1)
+    check_cpus([{"CPU": 7.0}], config(share, max_workers=25, per_task=0.0), num_tasks=1)
 
 
 def test_data_pipelines_that_could_never_get_a_cpu_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"data\.num_cpus_per_task=1: 4 workers .* 8 of the 8 CPUs .* need 4 more"):
         check([{"CPU": 8.0}], per_task=1)
     with pytest.raises(ConfigError, match=r"3 workers reserve 6 of the 8 CPUs .* need 6 more"):
-        check([{"CPU": 8.0}], per_task=1, concurrency=2, max_workers=3)
+        check([{"CPU": 8.0}], per_task=1, num_tasks=2, max_workers=3)
 
 
 @pytest.mark.parametrize(
@@ -83,7 +84,7 @@ def test_data_pipelines_that_could_never_get_a_cpu_are_refused() -> None:
     [
         {"per_task": 0},
         {"per_task": 1, "max_workers": 2},
-        {"per_task": 0.25, "concurrency": 2, "max_workers": 3},
+        {"per_task": 0.25, "num_tasks": 2, "max_workers": 3},
         {"per_task": 1, "gpu": 1.0},
     ],
 )
