@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import uuid
 from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import ray
@@ -11,14 +14,34 @@ from ray.data._internal.cluster_autoscaler.default_autoscaling_coordinator impor
 from ray.data._internal.stats import get_or_create_stats_actor
 from ray.train.v2._internal.constants import get_env_vars_to_propagate
 from ray.train.v2._internal.execution.scaling_policy.elastic import ElasticScalingPolicy
+from ray.train.v2.api.config import FailureConfig, ScalingConfig
+from ray.train.v2.api.config import RunConfig as RayRunConfig
 from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 
+from elastic_ddp.config.run_config import RunConfig
+from elastic_ddp.errors import StorageError
 from elastic_ddp.ray_internals.controller import CountingFailurePolicy, ElasticController
 from elastic_ddp.ray_internals.dataset import exports_metrics
 from elastic_ddp.ray_internals.nodes import placement_group_prefix
 from elastic_ddp.ray_internals.scaling import NODE_ID, LimitedScalingPolicy
 from elastic_ddp.ray_internals.worker_group import release_placement_groups
+from elastic_ddp.storage.storage import Storage
 
+_SETTINGS = {
+    # How often the controller polls its workers, while none is starting; by default every 2 s.
+    "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "1.0",
+    # The controller's log would interrupt the progress display; its decisions are in the ledger.
+    "RAY_TRAIN_ENABLE_CONTROLLER_STRUCTURED_LOGGING": "0",
+    # How long the controller blocks until its first workers have capacity; by default 60 s.
+    "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "10",
+    # It reports preemptions to functions that ask Ray Train for them; our workers do not.
+    "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
+    # It makes each line that a worker prints appear twice.
+    "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",
+    # The working directory is the driver's: see `data/user_code.py`.
+    "RAY_CHDIR_TO_TRIAL_DIR": "0",
+}
+"""Environment variables that Ray Train reads in the driver. Values that the user has set take precedence."""
 _UNUSED_CALLBACKS = ("PlacementGroupCleanerCallback", "DatasetsCallback", "StateManagerCallback")
 
 
@@ -34,22 +57,38 @@ class ElasticTorchTrainer(DataParallelTrainer):
 
     def __init__(
         self,
-        *args: Any,
-        run_name: str,
+        function: Callable[[], None],
+        config: RunConfig,
+        storage: Storage,
         rendezvous: Any,
-        save_within_s: float,
-        standby_workers: int,
         on_controller: Callable[[Any], None],
-        **kwargs: Any,
     ) -> None:
-        super().__init__(*args, **kwargs)  # without a backend: each generation forms its own process group
-        self._run_name = run_name
-        self._controller_arguments = {
-            "rendezvous": rendezvous,
-            "save_within_s": save_within_s,
-            "standby_workers": standby_workers,
-        }
-        self._on_controller = on_controller
+        for name, value in _SETTINGS.items():
+            os.environ.setdefault(name, value)
+        # The name is unique, so that Ray Train finds no state of an earlier session to resume from.
+        session = f"session-{uuid.uuid4().hex[:8]}"
+        filesystem, path = storage.at("ray_train").filesystem_and_path()
+        scaling: dict[str, Any] = {"num_workers": config.max_workers}
+        if config.min_workers != config.max_workers:
+            scaling = {
+                "num_workers": (config.min_workers, config.max_workers),
+                "elastic_resize_monitor_interval_s": config.resize_interval_s,
+            }
+        super().__init__(  # without a backend: each generation forms its own process group
+            function,
+            scaling_config=ScalingConfig(
+                use_gpu=config.use_gpu, resources_per_worker=dict(config.resources_per_worker), **scaling
+            ),
+            run_config=RayRunConfig(  # type: ignore[arg-type]
+                name=session,
+                storage_path=path,
+                storage_filesystem=filesystem,
+                failure_config=FailureConfig(max_failures=config.max_restarts),
+                worker_runtime_env={"env_vars": dict(config.env)},  # which the tasks for their data inherit
+            ),
+        )
+        self._config, self._rendezvous, self._on_controller = config, rendezvous, on_controller
+        self._delete_files = partial(storage.delete_tree, f"ray_train/{session}")
 
     def _create_default_callbacks(self) -> list[Any]:
         callbacks: list[Any] = super()._create_default_callbacks()
@@ -60,7 +99,7 @@ class ElasticTorchTrainer(DataParallelTrainer):
             # Otherwise Ray Data creates this actor on a worker's node, which the autoscaler then never finds idle.
             get_or_create_stats_actor()
         get_or_create_autoscaling_coordinator()  # the controller waits for it, and meanwhile it starts
-        prefix = placement_group_prefix(self._run_name, uuid.uuid4().hex)
+        prefix = placement_group_prefix(self._config.name, uuid.uuid4().hex)
         arguments["failure_policy"] = CountingFailurePolicy(arguments["failure_policy"].failure_config)
         if isinstance(policy := arguments["scaling_policy"], ElasticScalingPolicy):
             arguments["scaling_policy"] = LimitedScalingPolicy(policy.scaling_config)
@@ -68,11 +107,19 @@ class ElasticTorchTrainer(DataParallelTrainer):
         # Not in a runtime environment: Ray starts a process that has one with two imports of Ray instead of one.
         environment = {**get_env_vars_to_propagate(), "RAY_WARN_BLOCKING_GET_INSIDE_ASYNC": "0"}
         actor_class: Any = ray.remote(ElasticController)
-        arguments |= {"placement_group_prefix": prefix, "environment": environment, **self._controller_arguments}
-        controller = actor_class.options(num_cpus=0, label_selector=this_node).remote(**arguments)
+        controller = actor_class.options(num_cpus=0, label_selector=this_node).remote(
+            rendezvous=self._rendezvous,
+            placement_group_prefix=prefix,
+            save_within_s=self._config.drain_deadline_s,
+            standby_workers=self._config.standby_workers,
+            environment=environment,
+            **arguments,
+        )
         self._on_controller(controller)
         try:
             ray.get(controller.run.remote())
             return ray.get(controller.get_result.remote())
         finally:
             release_placement_groups(prefix)
+            with suppress(StorageError):
+                self._delete_files()
