@@ -41,12 +41,7 @@ class NodeAccess:
 
 
 def nodes_for_workers(nodes: Iterable[Mapping[str, Any]], resources_per_worker: Mapping[str, float]) -> dict[str, str]:
-    """Returns the addresses of the live nodes that a worker fits on, by Ray's node id.
-
-    Args:
-        nodes: from `ray.nodes()`.
-        resources_per_worker: as in the configuration.
-    """
+    """Returns the addresses of those of `ray.nodes()` that live and that a worker fits on, by Ray's node id."""
     return {
         node["NodeID"]: node["NodeManagerAddress"]
         for node in nodes
@@ -63,20 +58,10 @@ def probe_nodes(
     timeout_s: float = ANSWERS_WITHIN_S,
     note: Callable[[str], None] = print,
 ) -> list[NodeAccess]:
-    """Returns what nodes report about their access. Nodes that leave the cluster meanwhile are left out.
+    """Returns what `nodes`, addresses by Ray's node id, report about their access; not those that leave meanwhile.
 
-    It runs a task without CPUs on each node, all at the same time.
-
-    Args:
-        nodes: addresses by Ray's node id.
-        storage: a folder in the storage. The caller has called `announce` with it and `session`.
-        session: any unique text.
-        files: the files to read.
-        timeout_s: how long to wait for all nodes together, in seconds.
-        note: prints a line.
-
-    Raises:
-        ConfigError: a node lacks this package or another module.
+    It runs a task without CPUs on each node, all at the same time, for `timeout_s` at most. The caller has called
+    `announce` with `storage` and `session`. Raises ConfigError if a node lacks this package or another module.
     """
     task = ray.remote(_report_access)
     pending = {}
@@ -130,11 +115,10 @@ def explain_access(reports: Sequence[NodeAccess]) -> str | None:
     """Returns which nodes lack access, and what to use instead; None if all have it."""
     sentences = []
     for name in ("storage", "data"):
-        found = [(report.node, text) for report in reports if (text := getattr(report, name))]
-        if found:
-            others = [node for node, _ in found[1:]]
-            same = f" The same holds for {shorten(others, 8)}." if others else ""
-            sentences.append(found[0][1] + same)
+        if found := [(report.node, text) for report in reports if (text := getattr(report, name))]:
+            sentences.append(found[0][1])
+            if others := [node for node, _ in found[1:]]:
+                sentences.append(f"The same holds for {shorten(others, 8)}.")
     return " ".join(sentences) or None
 
 
@@ -147,18 +131,11 @@ def check_nodes(
     nodes: Sequence[Mapping[str, Any]],
     config: RunConfig,
 ) -> None:
-    """Raises unless each node that a worker fits on reads the data and uses the storage.
+    """Raises unless each of `nodes`, from `ray.nodes()`, that a worker fits on reads `files` and uses the storage.
 
-    It starts no task on the driver's machine, which uses both already. A node that does not run the check in time is
-    noted, and is an error only if workers can start nowhere else.
-
-    Args:
-        storage: the run's folder. `session` is announced in it, for workers on nodes that join later as well.
-        session: the driver's session.
-        files: from `files_to_check`.
-        note: prints a line.
-        nodes: from `ray.nodes()`.
-        config: the run's configuration.
+    It announces `session` in the storage, for workers on nodes that join later as well. It starts no task on the
+    driver's machine, which uses both already. A node that does not run the check in time is noted, and is an error only
+    if workers can start nowhere else.
 
     Raises:
         ConfigError: a node cannot use the storage, or no node runs the check.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import os
 import socket
 from collections.abc import Callable, Iterator
@@ -39,12 +38,10 @@ def connect_to_jobs(address: str | None = None) -> JobSubmissionClient:
     try:
         socket.create_connection((url.hostname or "", url.port or 80), timeout=ANSWERS_WITHIN_S).close()
     except (OSError, ValueError, OverflowError) as error:
-        raise (
-            _no_dashboard(address)
-            if session
-            else ConfigError(
-                f"no dashboard responds at {address} ({error}). Set {_ADDRESS} to the dashboard of the cluster."
-            )
+        if session is not None:
+            raise _no_dashboard(address) from None
+        raise ConfigError(
+            f"no dashboard responds at {address} ({error}). Set {_ADDRESS} to the dashboard of the cluster."
         ) from None
     client = _create_client(address)
     if session is not None and client._do_request("GET", "/api/version").json()["session_name"] != session:
@@ -83,19 +80,13 @@ def _find_dashboard(address: str) -> tuple[str, str]:
     if not dashboard:
         raise _no_dashboard("an unknown address")
     place = dashboard.decode()
-    if _is_loopback(place.rpartition(":")[0]) and not is_local(gcs_host.strip("[]")):
+    is_loopback = place.rpartition(":")[0] in ("127.0.0.1", "localhost", "[::1]")
+    if is_loopback and not is_local(gcs_host.strip("[]")):
         raise ConfigError(
             f"the dashboard of the cluster at {gcs_address} listens on {place} of the head only, and this machine is "
             f"not the head. {_FORWARD}"
         )
     return f"http://{place}", session.decode()
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def _wrong_token(address: str) -> ConfigError:
