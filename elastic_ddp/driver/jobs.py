@@ -50,19 +50,11 @@ def submit(
     restarts: int = 0,
     resources: Mapping[str, float] | None = None,
 ) -> str:
-    """Submits a driver, and returns the id of its job.
+    """Submits a driver, a Python script or a TOML file for `elastic-ddp run`, and returns the id of its job.
 
-    Args:
-        client: the job server.
-        program: a Python script, or a TOML file for `elastic-ddp run`.
-        arguments: passed to the script.
-        working_dir: a folder of this machine that contains the program. The driver and the workers start in copies of
-            it. None if the program is a path on the cluster's nodes.
-        restarts: how often the driver is restarted if it dies, see `how_it_died`.
-        resources: custom resources of the node on which the driver runs. None places it on the head.
-
-    Raises:
-        ConfigError: the program or the arguments are not valid, or Ray rejects the job.
+    Without a `working_dir`, the program is a path on the cluster's nodes. `resources` are custom resources of the node
+    on which the driver runs; None places it on the head. Raises ConfigError if the program or the arguments are not
+    valid, or Ray rejects the job.
     """
     path = _path_on_the_cluster(program, working_dir)
     job = f"{program.stem}-{uuid.uuid4().hex[:6]}"
