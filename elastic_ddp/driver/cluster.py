@@ -96,13 +96,9 @@ def cluster_has_gpus() -> bool:
     connect_or_start(print_note)
     if not any(ray.cluster_resources().get(name, 0) for name in ("CPU", "GPU")):
         print_note("waiting for a node with CPUs or GPUs")
-        task: Any = ray.remote(num_cpus=1, max_retries=-1)(_nothing)  # autoscalers start a node for a pending task
+        task: Any = ray.remote(num_cpus=1, max_retries=-1)(lambda: None)  # for which autoscalers start a node
         ray.get(task.remote())
     return ray.cluster_resources().get("GPU", 0) > 0
-
-
-def _nothing() -> None:
-    pass
 
 
 def connect(address: str | None = None) -> None:

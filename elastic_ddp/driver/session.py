@@ -76,13 +76,12 @@ class Session:
         self.loggers = RunLoggers(
             loggers or {}, job.storage, lease.session, config, self._display.note, lease.replaced.is_set
         )
-        """Must be left at the end of the session."""
+        """Must be finished after `close_ledger`, and left at the end of the session."""
         self.stop_requests = StopRequests()
         """Must be entered before `run`, and left at the end of the session."""
         self._num_events = 0
         """Events received from the rendezvous."""
         self._error: BaseException | None = None
-        self._outcome: dict[str, Any] | None = None
         self._controllers: list[Any] = []
         self._thread = threading.Thread(target=self._run_workers, name="ray-train", daemon=True)
         earlier = read_ledger(job.storage) if resume_from else []
@@ -115,7 +114,6 @@ class Session:
             self._append(RunFailed(error=outcome["error"], kind=outcome.get("kind")))
         self._append(RunFinished(**outcome))
         self._flush()
-        self._outcome = outcome
         return outcome
 
     def _run_workers(self) -> None:
@@ -248,10 +246,6 @@ class Session:
         self._flush()
         self._ledger.close()
 
-    def finish_loggers(self, status: str) -> None:
-        """Waits for the loggers, until a second Ctrl-C. Call it after `close_ledger`."""
-        self.loggers.finish(status, lambda: self.stop_requests.at_once)
-
     def _outcome_of_newest_commit(self) -> dict[str, Any]:
         """The outcome of a run that was stopped while no worker trained."""
         newest = CommitCatalog(self._job.storage.at(COMMITS)).latest()
@@ -278,17 +272,16 @@ class Session:
                 f"Ray's GCS at {self._gcs.address} has not responded for {self._gcs.patience_s:g} s. Restart the "
                 "cluster with ray up, or with ray start --head on its head node."
             )
-        error = f"{what} The same command resumes the run from its newest commit."
-        return {"status": "failed", "kind": WorkersFailedError.__name__, "error": error}
+        return _failed(f"{what} The same command resumes the run from its newest commit.")
 
     def _failure(self) -> dict[str, Any]:
         """The outcome if the workers have exited and none reported one."""
         if (missing := import_failure(self._error)) is not None:
-            return {"status": "failed", "kind": ConfigError.__name__, "error": str(missing)}
+            return _failed(str(missing), ConfigError)
         reason = str(self._error or "all workers exited without reporting a result")
-        return {
-            "status": "failed",
-            "kind": WorkersFailedError.__name__,
-            "error": f"more workers failed than max_restarts={self._job.config.max_restarts} allows, or none could "
-            f"start: {reason}",
-        }
+        limit = self._job.config.max_restarts
+        return _failed(f"more workers failed than max_restarts={limit} allows, or none could start: {reason}")
+
+
+def _failed(error: str, kind: type[Exception] = WorkersFailedError) -> dict[str, Any]:
+    return {"status": "failed", "kind": kind.__name__, "error": error}

@@ -8,7 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, closing, suppress
+from contextlib import closing, suppress
 from dataclasses import replace
 from functools import wraps
 from os import PathLike
@@ -184,6 +184,8 @@ class ElasticTrainer:
             DriverReplacedError: another driver took over the run while this one was suspended.
             KeyboardInterrupt: a second Ctrl-C stopped the run.
         """
+        from elastic_ddp.ray_internals.messages import RayMessages, default_file  # depends on the version of Ray
+
         started_at, after = time.time(), newest_number(self._storage)
         with (
             DriverLease(self._storage, self.config.name, new_session, print_note, after=after) as lease,
@@ -208,7 +210,9 @@ class ElasticTrainer:
             warn_about_data(job.index, self.config, print_note)
             if isinstance(job.index, MapStyleIndex):
                 job = replace(job, index=job.index.share())
-            with self._collect_ray_messages():
+            is_here = "://" not in self._storage.uri
+            file = Path(self._storage.uri, RAY_LOG) if is_here else default_file(self.config.name)
+            with RayMessages(file, print_note, verbose=os.environ.get(VERBOSE, "0") not in ("", "0")):
                 files = files_to_check(job.index, self._storage)
                 draining = draining_nodes()  # on which Ray starts no task and no worker
                 nodes = [node for node in ray.nodes() if node["NodeID"] not in draining]
@@ -260,7 +264,7 @@ class ElasticTrainer:
             try:
                 return self._conclude(outcome, session, lease)
             finally:
-                session.finish_loggers(outcome["status"])
+                session.loggers.finish(outcome["status"], lambda: session.stop_requests.at_once)
 
     def _complete_loggers(self, lease: DriverLease) -> None:
         """Sends the steps of a finished run to loggers that lack some, because they were away or are new."""
@@ -273,8 +277,7 @@ class ElasticTrainer:
 
     def _create_job(self, storage: Storage) -> Job:
         """Reads or builds the index of the data, and checks both against the record in the storage."""
-        data, may_replace = self._data, not has_commits(storage)  # then data and settings may still change
-        copy = ""
+        data, copy, may_replace = self._data, "", not has_commits(storage)  # then data and settings may still change
         if is_ray_dataset(data):
             copies = self._storage if has_commits(self._storage) else storage
             data = materialize(data, copies, may_replace=not has_commits(copies), note=print_note)
@@ -329,14 +332,6 @@ class ElasticTrainer:
             may_grow=not is_own_cluster,
         )
 
-    def _collect_ray_messages(self) -> AbstractContextManager[Any]:
-        """Keeps Ray's own messages in the run's folder, or in Ray's logs if that is not on this machine."""
-        from elastic_ddp.ray_internals.messages import RayMessages, default_file  # depends on the version of Ray
-
-        is_local = "://" not in self._storage.uri
-        file = Path(self._storage.uri, RAY_LOG) if is_local else default_file(self.config.name)
-        return RayMessages(file, print_note, verbose=os.environ.get(VERBOSE, "0") not in ("", "0"))
-
     def _start_rendezvous(self, job: Job, resume_from: Commit | None, snapshot_folder: str) -> RendezvousHandle:
         return start_rendezvous(
             self.config.name,
@@ -370,7 +365,7 @@ class ElasticTrainer:
                 self._storage.write(SUMMARY, json.dumps(summary, indent=1).encode())
         if summary["status"] != "finished" or total_steps > summary["steps"]:
             return None
-        return self._result(summary)
+        return RunResult.from_summary(summary, self._storage.uri)
 
     def _conclude(self, outcome: dict[str, Any], session: Session, lease: DriverLease) -> RunResult:
         """Writes the summary, and returns the result or raises the run's error."""
@@ -389,14 +384,11 @@ class ElasticTrainer:
             raise getattr(errors, outcome["kind"], TrainFunctionError)(outcome["error"])
         if outcome["status"] == "left":
             print_note(f"run {self.config.name!r} {describe_status(outcome)}. The same command resumes it.")
-        return self._result(summary)
+        return RunResult.from_summary(summary, self._storage.uri)
 
     def _summarize(self) -> dict[str, Any]:
+        """Returns the summary of the ledger, with the step and the value of the best commit."""
         summary = summarize(read_ledger(self._storage), name=self.config.name, storage=self._storage.uri)
-        return summary | self._find_best()
-
-    def _find_best(self) -> dict[str, Any]:
-        """Returns the step and the value of the best commit, for the summary."""
         settings, best = self.config.checkpoint, None
         if settings.best_metric is not None:
             commits = [commit for _, commit in CommitCatalog(self._storage.at(COMMITS)).all_commits()]
@@ -405,7 +397,4 @@ class ElasticTrainer:
             if best is None and intact:
                 measured = {name for commit in intact for name in measurements(commit.record)}
                 print_note(describe_unmeasured(settings.best_metric, measured))
-        return {"best_step": best[0].step if best else None, "best_metric": best[1] if best else None}
-
-    def _result(self, summary: dict[str, Any]) -> RunResult:
-        return RunResult.from_summary(summary, self._storage.uri)
+        return {**summary, "best_step": best[0].step if best else None, "best_metric": best[1] if best else None}
