@@ -27,32 +27,31 @@ _DESCRIPTION = "data_set"
 """The key in `run.json` that describes the data set for people."""
 
 
+_SIGNATURES = {
+    "train": (1, "one argument, the Run", "def train(run)"),
+    "transform": (2, "two arguments, a dict of NumPy arrays and a generator", "def transform(rows, rng)"),
+    "collate_fn": (1, "one argument, a list of rows", "def collate(rows)"),
+}
+"""Number of arguments of the user's functions, what they are, and a definition."""
+
+
 def check_functions(train: Any, transform: Any, collate_fn: Any) -> None:
     """Raises ConfigError if workers cannot call the training function, the transform, or the collate function."""
-    if transform is not None and not callable(transform):
-        raise ConfigError(
-            f"transform is a {type(transform).__name__}. Pass a function that maps (rows, rng) to rows, where rows is "
-            "a dict of NumPy arrays."
-        )
-    if not _takes(train, 1):
-        raise ConfigError(
-            f"{train!r} cannot be called with one argument, the Run. Define it as `def train(run)`, and bind further "
-            "arguments with functools.partial."
-        )
-    if transform is not None and not _takes(transform, 2):
-        raise ConfigError(
-            f"transform={transform!r} cannot be called with two arguments. Define it as `def transform(rows, rng)`, "
-            "and bind further arguments with functools.partial."
-        )
-    if collate_fn is not None and not (callable(collate_fn) and _takes(collate_fn, 1)):
-        raise ConfigError(
-            f"collate_fn={collate_fn!r} cannot be called with one argument, a list of rows. Define it as "
-            "`def collate(rows)`, and bind further arguments with functools.partial."
-        )
     for name, function in (("train", train), ("transform", transform), ("collate_fn", collate_fn)):
-        if function is None:
+        if function is None and name != "train":
             continue
-        _check_is_plain(function, name)
+        num_arguments, arguments, definition = _SIGNATURES[name]
+        if not (callable(function) and _takes(function, num_arguments)):
+            raise ConfigError(
+                f"{name}={function!r} cannot be called with {arguments}. Define it as `{definition}`, and bind further "
+                "arguments with functools.partial."
+            )
+        kinds = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
+        if any(is_kind(code) for is_kind in kinds for code in (function, type(function).__call__)):
+            raise ConfigError(
+                f"{name}={function!r} is a generator or async function, and calling it does not run its code. Define "
+                "it with `def`, and without `yield`."
+            )
         is_serializable, culprits = inspect_serializability(function, print_file=io.StringIO())
         if not is_serializable:
             objects = ", ".join(repr(culprit.obj) for culprit in culprits)
@@ -72,16 +71,6 @@ def _takes(function: Any, num_arguments: int) -> bool:
     except ValueError:  # some functions implemented in C have no signature
         pass
     return True
-
-
-def _check_is_plain(function: Any, name: str) -> None:
-    """Raises ConfigError for generator and async functions: a call of them returns before their body has run."""
-    kinds = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
-    if any(is_kind(code) for is_kind in kinds for code in (function, type(function).__call__)):
-        raise ConfigError(
-            f"{name}={function!r} is a generator or async function, and calling it does not run its code. Define it "
-            "with `def`, and without `yield`."
-        )
 
 
 def check_runtime_env(runtime_env: Mapping[str, Any]) -> None:

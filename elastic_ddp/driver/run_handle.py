@@ -223,8 +223,7 @@ class RunHandle:
               with `name` and `stack`, the training thread first.
             - `missing`: a dict for each other worker: `rank`, `node`, `pid`, `id` and `reason`.
         """
-        request, end = self._call("request_stacks"), time.monotonic() + _STACKS_WITHIN_S
-        return stacks_of_answers(self._answers(request, end), _STACKS_WITHIN_S)
+        return stacks_of_answers(self._answers(self._call("request_stacks"), _STACKS_WITHIN_S), _STACKS_WITHIN_S)
 
     def profile(
         self,
@@ -260,17 +259,30 @@ class RunHandle:
             ConfigError: an argument is out of range, or the run has no such rank.
             ElasticDDPError: the run does not train at the moment, or another profile is not complete yet.
         """
+        if isinstance(num_steps, bool) or not isinstance(num_steps, int) or not 1 <= num_steps <= MAX_PROFILED_STEPS:
+            raise ConfigError(
+                f"num_steps={num_steps!r} is not an int from 1 to {MAX_PROFILED_STEPS}. A step can have tens of "
+                "thousands of events, which the worker holds in memory. 5 steps are enough for most questions."
+            )
+        if not 0 < timeout_s <= MAX_DURATION_S:
+            raise ConfigError(f"timeout_s={timeout_s:g} is not from 0 to {MAX_DURATION_S:g}. Use a multiple of a step.")
         status = self.status()
-        _check_profile(self.name, [member["rank"] for member in status["members"]], num_steps, ranks, timeout_s)
+        known = [member["rank"] for member in status["members"]]
+        if ranks is not None and (not ranks or len({*ranks}) < len(ranks) or not {*ranks} <= {*known}):
+            names = shorten([*map(str, known)])
+            raise ConfigError(
+                f"ranks={list(ranks)!r} are not different ranks of run {self.name!r}. Its ranks are now: {names}."
+            )
         if isinstance(request := self._call("request_profile", ranks, num_steps, memory), str):
             raise ElasticDDPError(f"run {self.name!r} cannot be profiled: {request}. Try again later.")
         silent = {"error": f"no trace within {timeout_s:g} s. Use a longer timeout_s, or fewer steps."}
-        workers = self._answers(request, time.monotonic() + timeout_s)
+        workers = self._answers(request, timeout_s)
         facts = [worker | (worker.pop("answer") or silent) for worker in workers]
         return {"uri": status["driver"]["uri"], "ranks": facts}
 
-    def _answers(self, request: int, end: float) -> list[dict[str, Any]]:
-        """Returns the answers of workers to a request, once all have come or at `end`; see `MemberRequests.answers`."""
+    def _answers(self, request: int, within_s: float) -> list[dict[str, Any]]:
+        """Returns the answers of workers to a request, once all have come; see `MemberRequests.answers`."""
+        end = time.monotonic() + within_s
         while True:
             is_over = time.monotonic() >= end
             answers: list[dict[str, Any]] | None = self._call("answers", request)
@@ -285,22 +297,6 @@ class RunHandle:
             return ray.get(getattr(self._rendezvous, method).remote(*arguments))
         except ray.exceptions.RayActorError as error:
             raise ElasticDDPError(f"run {self.name!r} has ended. `elastic-ddp show` shows how.") from error
-
-
-def _check_profile(
-    run: str, known: Sequence[int], num_steps: int, ranks: Sequence[int] | None, timeout_s: float
-) -> None:
-    """Raises ConfigError if a run with the ranks `known` cannot be profiled in this way."""
-    if isinstance(num_steps, bool) or not isinstance(num_steps, int) or not 1 <= num_steps <= MAX_PROFILED_STEPS:
-        raise ConfigError(
-            f"num_steps={num_steps!r} is not an int from 1 to {MAX_PROFILED_STEPS}. A step can have tens of thousands "
-            "of events, which the worker holds in memory. 5 steps are enough for most questions."
-        )
-    if not 0 < timeout_s <= MAX_DURATION_S:
-        raise ConfigError(f"timeout_s={timeout_s:g} is not from 0 to {MAX_DURATION_S:g}. Use some multiple of a step.")
-    if ranks is not None and (not ranks or len({*ranks}) < len(ranks) or not {*ranks} <= {*known}):
-        names = shorten([*map(str, known)])
-        raise ConfigError(f"ranks={list(ranks)!r} are not different ranks of run {run!r}. Its ranks are now: {names}.")
 
 
 def live_runs() -> list[str]:

@@ -94,7 +94,7 @@ def test_anything_that_takes_a_run_can_be_a_training_function(train: Any, tmp_pa
         ("train", None, r"'train' .*def train\(run\)"),
         (takes_nothing, None, r"takes_nothing .*def train\(run\)"),
         (Job.train, None, r"Job\.train .*functools\.partial"),
-        (takes_a_run, 3, "transform is a int"),
+        (takes_a_run, 3, "transform=3 cannot be called with two arguments, a dict of NumPy arrays"),
         (takes_a_run, takes_rows, r"takes_rows .*two arguments.*def transform\(rows, rng\)"),
         (takes_a_run, yields_rows, "transform=<function yields_rows .* generator or async function"),
         (yields, None, "train=<function yields .* generator or async function.*without `yield`"),
