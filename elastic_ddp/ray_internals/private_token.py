@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
+from ray._raylet import AuthenticationTokenLoader  # type: ignore[attr-defined]
 
 from elastic_ddp.errors import ConfigError
 
@@ -29,10 +30,11 @@ def init_ray(**options: Any) -> None:
     try:
         ray.init(**options)
     except (OSError, RuntimeError) as error:
-        if _PATH in os.environ or not _is_about_home(error):
+        # ~/.ray cannot be written, or the user has no home folder.
+        is_about_home = ".ray" in Path(str(getattr(error, "filename", ""))).parts or "home directory" in str(error)
+        if _PATH in os.environ or not is_about_home:
             raise
-        os.environ[_PATH] = str(_create_token())
-        _forget_token()
+        _set_token(_create_token())
         ray.init(**options)
     with suppress(OSError, RuntimeError):  # it is another user's, or there is no token or no home folder
         token = Path.home() / ".ray" / "auth_token"
@@ -42,18 +44,12 @@ def init_ray(**options: Any) -> None:
 
 def use_private_token() -> None:
     """Uses the token that `init_ray` created in an earlier process, if Ray's own place has none."""
-    if _PATH in os.environ or "RAY_AUTH_TOKEN" in os.environ or _has_token():
+    if _PATH in os.environ or "RAY_AUTH_TOKEN" in os.environ:
         return
-    if (token := _token_file()).exists():
+    token = _token_file()
+    if token.exists() and not AuthenticationTokenLoader.instance().has_token(ignore_auth_mode=True):
         _check_is_private(token.parent)
-        os.environ[_PATH] = str(token)
-        _forget_token()
-
-
-def _is_about_home(error: BaseException) -> bool:
-    """Whether Ray could not write ~/.ray, or the user has no home folder."""
-    path = getattr(error, "filename", None)
-    return ".ray" in Path(path).parts if isinstance(path, str) else "home directory" in str(error)
+        _set_token(token)
 
 
 def _token_file() -> Path:
@@ -85,14 +81,7 @@ def _check_is_private(folder: Path) -> None:
         )
 
 
-def _has_token() -> bool:
-    from ray._raylet import AuthenticationTokenLoader  # type: ignore[attr-defined]
-
-    return bool(AuthenticationTokenLoader.instance().has_token(ignore_auth_mode=True))
-
-
-def _forget_token() -> None:
-    """Makes Ray look for the token again."""
-    from ray._raylet import AuthenticationTokenLoader  # type: ignore[attr-defined]
-
+def _set_token(file: Path) -> None:
+    """Makes Ray read the token from a file."""
+    os.environ[_PATH] = str(file)
     AuthenticationTokenLoader.instance().reset_cache()

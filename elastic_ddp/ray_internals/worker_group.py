@@ -13,6 +13,7 @@ import os
 import time
 import uuid
 from collections.abc import Collection, Mapping, Sequence
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import ray
@@ -22,7 +23,7 @@ from ray.train.v2._internal.exceptions import WorkerGroupStartupFailedError
 from ray.train.v2._internal.execution.context import DistributedContext
 from ray.train.v2._internal.execution.worker_group import ActorMetadata, WorkerGroup, state, worker_group
 from ray.train.v2._internal.execution.worker_group.placement_group_handle import PlacementGroupHandle
-from ray.train.v2._internal.execution.worker_group.state import WorkerGroupContext, WorkerGroupState
+from ray.train.v2._internal.execution.worker_group.state import WorkerGroupContext
 from ray.train.v2._internal.execution.worker_group.worker import RayTrainWorker, Worker
 from ray.train.v2._internal.util import bundle_to_remote_args
 from ray.util.placement_group import (
@@ -116,26 +117,6 @@ def device_of_worker() -> torch.device:
     return device
 
 
-class _NoBarrier:
-    """Takes the place of the actor for the barrier of `ray.train.report`: not used here, and its process takes 1 s."""
-
-    @staticmethod
-    def options(**_: Any) -> type[_NoBarrier]:
-        return _NoBarrier
-
-    @staticmethod
-    def remote(**_: Any) -> str:
-        return ""  # false, so that Ray Train kills no actor if the group fails to start
-
-
-class _GroupState(WorkerGroupState):
-    """The state of a group without that actor."""
-
-    def shutdown(self) -> None:
-        state._shutdown_workers(self.workers)
-        self.placement_group_handle.shutdown()
-
-
 class ElasticWorkerGroup(WorkerGroup):
     """Adds and removes workers while others train. The ranks of Ray Train are unrelated to ranks in a generation."""
 
@@ -158,8 +139,10 @@ class ElasticWorkerGroup(WorkerGroup):
 
         Ray Train does not retry if a worker dies when its function starts, and leaves the other workers running.
         """
-        modules: Any = worker_group, state
-        modules[0].SynchronizationActor, modules[1].WorkerGroupState = _NoBarrier, _GroupState
+        # The actor for the barrier of `ray.train.report` is not used here, and its process takes 1 s.
+        no_actor: Any = SimpleNamespace(options=lambda **_: SimpleNamespace(remote=lambda **_: ""))
+        worker_group.SynchronizationActor = no_actor  # type: ignore[attr-defined]
+        state._shutdown_sync_actor = lambda sync_actor: None
         try:
             super()._start_impl(*arguments)
         except (RayActorError, WorkerGroupStartupFailedError) as error:
