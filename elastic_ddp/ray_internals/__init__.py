@@ -64,12 +64,10 @@ def separate_daemons() -> Iterator[None]:
     """Starts Ray's processes in sessions of their own in the `with` block.
 
     SIGTERM to the driver's process group, or the end of its terminal, would end them, and so the run before it commits.
-    Linux only: elsewhere Ray needs the group to find its processes after a crash of the driver.
     """
     services: Any = ray._private.services
     popen = services.ConsolePopen
-    if sys.platform == "linux":
-        services.ConsolePopen = partial(popen, start_new_session=True)
+    services.ConsolePopen = partial(popen, start_new_session=True)
     try:
         yield
     finally:
@@ -83,19 +81,17 @@ def use_token_on_this_machine(address: str) -> None:
     it is given the address. A cluster without authentication rejects processes that enable it. This machine's token is
     not sent to other machines, unless `RAY_AUTH_MODE=token` is set.
     """
-    from ray._private.authentication import authentication_token_setup as tokens
+    from ray._private.authentication import authentication_token_setup
 
-    from elastic_ddp.ray_internals.private_token import use_private_token
+    from elastic_ddp.ray_internals.private_token import enable_token
 
-    tokens.logger.setLevel(logging.ERROR)  # it warns that a token exists
+    authentication_token_setup.logger.setLevel(logging.ERROR)  # it warns that a token exists
     if address == "auto":
         with suppress(ConnectionError):  # no cluster, or several; `ray.init` reports that better
             address = ray._private.services.canonicalize_bootstrap_address_or_die("auto")
     host = address.rpartition(":")[0].strip("[]")
-    if "RAY_AUTH_MODE" in os.environ or not host or not is_local(host) or not _requires_token(address):
-        return
-    use_private_token()
-    tokens.maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
+    if "RAY_AUTH_MODE" not in os.environ and host and is_local(host) and _requires_token(address):
+        enable_token()
 
 
 def _requires_token(address: str) -> bool:

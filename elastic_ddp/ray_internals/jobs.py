@@ -15,6 +15,7 @@ from ray.job_submission import JobSubmissionClient
 
 from elastic_ddp.errors import ConfigError
 from elastic_ddp.ray_internals import ANSWERS_WITHIN_S, RAY_VERSION, is_local, use_token_on_this_machine
+from elastic_ddp.ray_internals.private_token import enable_token
 
 _ADDRESS = "RAY_API_SERVER_ADDRESS"
 _FORWARD = (
@@ -97,19 +98,13 @@ def _wrong_token(address: str) -> ConfigError:
 
 
 def _create_client(address: str) -> JobSubmissionClient:
-    from ray._private.authentication import authentication_token_setup as tokens
-
-    from elastic_ddp.ray_internals.private_token import use_private_token
-
     while True:
         try:
             with _overridden(_ADDRESS, address):  # `RAY_ADDRESS` has precedence over the argument
                 return JobSubmissionClient(address)
         except ray.exceptions.AuthenticationError:
-            if "RAY_AUTH_MODE" in os.environ or not is_local(urlsplit(address).hostname or ""):
-                raise _wrong_token(address) from None
-            use_private_token()
-            if not tokens.maybe_enable_token_auth_if_token_available(warn_if_disabled=False):
+            may_enable = "RAY_AUTH_MODE" not in os.environ and is_local(urlsplit(address).hostname or "")
+            if not (may_enable and enable_token()):
                 raise _wrong_token(address) from None
         except (OSError, RuntimeError, ValueError) as error:
             raise ConfigError(f"no dashboard of Ray responds at {address} ({error}).") from error

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
+from ray._private.authentication import authentication_token_setup
 from ray._raylet import AuthenticationTokenLoader  # type: ignore[attr-defined]
 
 from elastic_ddp.errors import ConfigError
@@ -42,14 +43,16 @@ def init_ray(**options: Any) -> None:
             token.chmod(0o600)
 
 
-def use_private_token() -> None:
-    """Uses the token that `init_ray` created in an earlier process, if Ray's own place has none."""
-    if _PATH in os.environ or "RAY_AUTH_TOKEN" in os.environ:
-        return
-    token = _token_file()
-    if token.exists() and not AuthenticationTokenLoader.instance().has_token(ignore_auth_mode=True):
+def enable_token() -> bool:
+    """Enables authentication with this machine's token. Returns whether there is one.
+
+    If Ray's own place has none, it is the one that `init_ray` created in an earlier process.
+    """
+    token, is_given = _token_file(), _PATH in os.environ or "RAY_AUTH_TOKEN" in os.environ
+    if not is_given and token.exists() and not AuthenticationTokenLoader.instance().has_token(ignore_auth_mode=True):
         _check_is_private(token.parent)
         _set_token(token)
+    return authentication_token_setup.maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
 
 
 def _token_file() -> Path:

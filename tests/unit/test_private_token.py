@@ -30,8 +30,8 @@ print(os.environ.get("RAY_AUTH_TOKEN_PATH"))
 FIND = """
 import os
 import pwd
-from elastic_ddp.ray_internals.private_token import use_private_token
-use_private_token()
+from elastic_ddp.ray_internals.private_token import enable_token
+enable_token()
 print(os.environ.get("RAY_AUTH_TOKEN_PATH"))
 """
 
