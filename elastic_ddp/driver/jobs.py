@@ -15,7 +15,6 @@ from ray.job_submission import JobDetails, JobSubmissionClient
 from elastic_ddp.config.environment import has_credential
 from elastic_ddp.driver.submissions import (
     FIRST,
-    NUMBER,
     RESOURCES,
     RESTARTS,
     STOPPED,
@@ -56,9 +55,17 @@ def submit(
     on which the driver runs; None places it on the head. Raises ConfigError if the program or the arguments are not
     valid, or Ray rejects the job.
     """
-    path = _path_on_the_cluster(program, working_dir)
+    path = str(program)
+    if working_dir is not None:
+        if not program.is_file():
+            raise ConfigError(f"{program}: no such file. Use a Python script or a TOML file.")
+        if not program.resolve().is_relative_to(working_dir.resolve()):
+            raise ConfigError(f"{program} is not in --working-dir {working_dir}, the folder that the cluster gets.")
+        path = program.resolve().relative_to(working_dir.resolve()).as_posix()
+    elif not program.is_absolute():
+        raise ConfigError(f"{program}: with --no-working-dir, use the absolute path on the cluster's nodes.")
     job = f"{program.stem}-{uuid.uuid4().hex[:6]}"
-    metadata = {FIRST: job, NUMBER: "0", RESTARTS: str(restarts), RESOURCES: json.dumps(resources)}
+    metadata = {FIRST: job, RESTARTS: str(restarts), RESOURCES: json.dumps(resources)}
     runtime_env: dict[str, Any] = {"env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": str(STOP_WAIT_S)}}
     if working_dir is not None:
         runtime_env["working_dir"] = str(working_dir.resolve())
@@ -75,18 +82,6 @@ def submit(
             f"Ray rejects the job: {error} If the folder is too large, use another --working-dir, or list files that "
             "are not needed in its .rayignore; with --no-working-dir nothing is copied."
         ) from error
-
-
-def _path_on_the_cluster(program: Path, working_dir: Path | None) -> str:
-    if working_dir is None:
-        if not program.is_absolute():
-            raise ConfigError(f"{program}: with --no-working-dir, use the absolute path on the cluster's nodes.")
-        return str(program)
-    if not program.is_file():
-        raise ConfigError(f"{program}: no such file. Use a Python script or a TOML file.")
-    if not program.resolve().is_relative_to(working_dir.resolve()):
-        raise ConfigError(f"{program} is not in --working-dir {working_dir}, the folder that the cluster gets.")
-    return program.resolve().relative_to(working_dir.resolve()).as_posix()
 
 
 def entrypoint(program: str, arguments: Sequence[str], restarts: int) -> str:
@@ -112,7 +107,6 @@ def restart(client: JobSubmissionClient, jobs: Jobs, job: JobDetails) -> str | N
     if (next_job := following(jobs, job)) is None:
         return None
     metadata = {name: value for name, value in (job.metadata or {}).items() if not name.startswith(RUN)}
-    metadata[NUMBER] = next_job.rpartition("-")[2]
     return client.submit_job(
         entrypoint=job.entrypoint,
         submission_id=next_job,
@@ -173,7 +167,7 @@ def stop_job(client: JobSubmissionClient, run: str) -> str | None:
             return None
         if (next_job := next_id(job)) is not None and why_not_restarted(jobs, job) is None:
             try:
-                client.submit_job(entrypoint="true", submission_id=next_job, metadata=dict(marker(job, STOPPED)))
+                client.submit_job(entrypoint="true", submission_id=next_job, metadata=marker(job, STOPPED))
             except RuntimeError as error:
                 if rejected == next_job:
                     raise _rejection(error) from error

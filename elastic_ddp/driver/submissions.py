@@ -17,11 +17,11 @@ from elastic_ddp.errors import ElasticDDPError
 from elastic_ddp.formatting import first_line
 from elastic_ddp.ray_internals.this_job import RUN, add_job, recorded_jobs
 
-FIRST, NUMBER, RESTARTS, RESOURCES, NOT_RESTARTED = (
-    f"elastic_ddp.{name}" for name in ("first", "number", "restarts", "resources", "not_restarted")
+FIRST, RESTARTS, RESOURCES, NOT_RESTARTED = (
+    f"elastic_ddp.{name}" for name in ("first", "restarts", "resources", "not_restarted")
 )
-"""Keys of a job's metadata: the id of the first job of its submission, how many restarts came before it, how many there
-may be, the custom resources that its driver reserves, as JSON, and, in a marker, why the driver is not restarted."""
+"""Keys of a job's metadata: the id of the first job of its submission, how many restarts there may be, the custom
+resources that its driver reserves, as JSON, and, in a marker, why the driver is not restarted."""
 STOPPED = "it was stopped"
 """The value of `NOT_RESTARTED` after a request to stop."""
 _DEATHS = {
@@ -61,8 +61,10 @@ def how_it_died(job: JobDetails) -> str | None:
 def next_id(job: JobDetails) -> str | None:
     """Returns the id that a restart of a job's driver has; None if all its restarts are used."""
     metadata = job.metadata or {}
-    number = int(metadata.get(NUMBER, 0)) + 1
-    return None if number > int(metadata.get(RESTARTS, 0)) else f"{metadata[FIRST]}-{number}"
+    if (first := metadata.get(FIRST)) is None or job.submission_id is None:
+        return None
+    number = int(job.submission_id.removeprefix(first).removeprefix("-") or 0) + 1
+    return None if number > int(metadata.get(RESTARTS, 0)) else f"{first}-{number}"
 
 
 def why_not_restarted(jobs: Jobs, job: JobDetails) -> str | None:
@@ -76,10 +78,9 @@ def following(jobs: Jobs, job: JobDetails) -> str | None:
     return None if how_it_died(job) is None or why_not_restarted(jobs, job) is not None else next_id(job)
 
 
-def marker(job: JobDetails, why: str) -> Mapping[str, str]:
+def marker(job: JobDetails, why: str) -> dict[str, str]:
     """Returns the metadata of the marker after which the driver of a job is not restarted."""
-    metadata = job.metadata or {}
-    return {FIRST: metadata[FIRST], NUMBER: str(int(metadata.get(NUMBER, 0)) + 1), RESTARTS: "0", NOT_RESTARTED: why}
+    return {FIRST: (job.metadata or {})[FIRST], RESTARTS: "0", NOT_RESTARTED: why}
 
 
 def newest_of(jobs: Jobs, job: JobDetails) -> JobDetails:

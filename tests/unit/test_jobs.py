@@ -17,7 +17,7 @@ from elastic_ddp.driver import jobs
 from elastic_ddp.driver.checks import check_is_kept
 from elastic_ddp.driver.job_restarts import watch
 from elastic_ddp.driver.jobs import STOP_WAIT_S, entrypoint, find_job, follow
-from elastic_ddp.driver.submissions import FIRST, NUMBER, RESTARTS, how_it_died
+from elastic_ddp.driver.submissions import FIRST, RESTARTS, how_it_died
 from elastic_ddp.errors import ConfigError, ElasticDDPError
 from elastic_ddp.ray_internals.this_job import RUN, this_job
 from tests.unit.job_server import DIED, EXITED, JobServer
@@ -163,7 +163,7 @@ def test_a_driver_dies_by_a_signal_or_with_its_node_not_by_an_exit_status(
 
 def test_a_stopped_driver_is_not_restarted() -> None:
     server = JobServer()
-    server.add("train-1", JobStatus.STOPPED, metadata={FIRST: "train-1", NUMBER: "0", RESTARTS: "3"})
+    server.add("train-1", JobStatus.STOPPED, metadata={FIRST: "train-1", RESTARTS: "3"})
     watch("train-1", lambda: server, pytest.fail, sleep=pytest.fail)  # type: ignore[arg-type, return-value]
     assert not server.submitted
 
@@ -238,10 +238,10 @@ def restarted(server: JobServer) -> None:
     """Adds a job of run gpt whose driver has died, the job that restarts it, and an older job of another run."""
     metadata = {FIRST: "train-1", RESTARTS: "1"}
     server.add("old-1", JobStatus.SUCCEEDED, metadata={RUN + "lm": "s3://runs/lm"})
-    server.add("train-1", metadata={**metadata, NUMBER: "0"})
+    server.add("train-1", metadata={**metadata})
     server.begin_run("train-1", "gpt")
     server.end("train-1", EXITED, -9)
-    server.add("train-1-1", metadata={**metadata, NUMBER: "1"})
+    server.add("train-1-1", metadata={**metadata})
 
 
 @pytest.mark.parametrize(

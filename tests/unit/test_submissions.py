@@ -15,7 +15,7 @@ from elastic_ddp.cli.main import app
 from elastic_ddp.driver.job_restarts import GIVE_UP_S, POLL_S, give_up, watch
 from elastic_ddp.driver.jobs import stop_job
 from elastic_ddp.driver.run_handle import RunHandle
-from elastic_ddp.driver.submissions import FIRST, NUMBER, RESOURCES, RESTARTS, dead_drivers, forbid_restart, jobs_here
+from elastic_ddp.driver.submissions import FIRST, RESOURCES, RESTARTS, dead_drivers, forbid_restart, jobs_here
 from elastic_ddp.errors import ConfigError, ElasticDDPError
 from tests.unit.job_server import DIED, EXITED, Gcs, JobServer
 
@@ -24,7 +24,7 @@ from tests.unit.job_server import DIED, EXITED, Gcs, JobServer
 def server(monkeypatch: pytest.MonkeyPatch) -> Any:
     """The job server, and the GCS of the same cluster. Run gpt is submitted with two restarts, and not live."""
     server = JobServer()
-    server.add("train", metadata={FIRST: "train", NUMBER: "0", RESTARTS: "2", RESOURCES: "null"}, runtime_env={})
+    server.add("train", metadata={FIRST: "train", RESTARTS: "2", RESOURCES: "null"}, runtime_env={})
     server.begin_run("train", "gpt")
     monkeypatch.setattr("elastic_ddp.ray_internals.jobs.connect_to_jobs", lambda: server)
     monkeypatch.setattr("elastic_ddp.ray_internals.this_job._gcs", lambda: Gcs(server))
@@ -194,7 +194,7 @@ def test_status_tells_whether_a_dead_driver_is_restarted(server: JobServer) -> N
     assert dead_drivers(jobs_here(), ["gpt"]) == {}
     forbid_restart("train", "it was stopped")
     assert "It is not restarted: it was stopped." in dead_drivers(jobs_here(), ())["gpt"]
-    server.add("again", metadata={FIRST: "again", NUMBER: "0", RESTARTS: "0"})
+    server.add("again", metadata={FIRST: "again", RESTARTS: "0"})
     server.begin_run("again", "gpt")
     assert dead_drivers(jobs_here(), ()) == {}, "the user has submitted the run again"
     server.end("again", DIED)
