@@ -53,11 +53,7 @@ def hide_credentials(text: str) -> str:
 
 
 def check_env(env: Any) -> Any:
-    """Returns environment variables if Ray can set them and none is a credential. The error shows no value.
-
-    Raises:
-        ValueError: a name or value is invalid, or a credential.
-    """
+    """Returns environment variables if Ray can set them and none is a credential; ValueError without values if not."""
     if not isinstance(env, Mapping):
         raise ValueError('env is not a table; give variables and their values, such as env = {NCCL_DEBUG = "INFO"}')
     for name, value in env.items():
@@ -74,11 +70,7 @@ def check_env(env: Any) -> Any:
 
 
 def check_runtime_env(runtime_env: Any) -> Any:
-    """Returns Ray's runtime environment if it has no credential. `driver.checks` checks its fields.
-
-    Raises:
-        ValueError: it has a credential, or variables, which belong into `env`.
-    """
+    """Returns Ray's runtime environment; ValueError if it has a credential, or variables, which belong into `env`."""
     if not isinstance(runtime_env, Mapping):
         raise ValueError('runtime_env is not a table; give fields, such as runtime_env = {working_dir = "."}')
     if "env_vars" in runtime_env:

@@ -15,11 +15,7 @@ STORAGE = "ELASTIC_DDP_STORAGE"
 
 
 def default_storage() -> str:
-    """Returns the storage of a run that names none: the value of `ELASTIC_DDP_STORAGE`, or else `runs`.
-
-    Raises:
-        ConfigError: the value of the variable is not valid.
-    """
+    """Returns the storage of a run that names none: the value of `ELASTIC_DDP_STORAGE` if it is valid, or `runs`."""
     try:
         return check_storage_uri(os.environ.get(STORAGE) or "runs")
     except ConfigError as error:
@@ -32,11 +28,7 @@ def mistyped_uri(path: str) -> str | None:
 
 
 def check_storage_uri(storage: str) -> str:
-    """Returns a storage address if its form is right.
-
-    Raises:
-        ConfigError: the address is empty or malformed, has a credential in it, or its protocol is unknown.
-    """
+    """Returns a storage address; ConfigError if it is malformed, has a credential, or its protocol is unknown."""
     check_uri_is_public(storage, "storage")
     protocol, separator, rest = storage.partition("://")
     if not storage.strip() or (separator and protocol != "memory" and not rest.strip("/")):

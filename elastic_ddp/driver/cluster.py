@@ -132,9 +132,8 @@ def connect(address: str | None = None) -> None:
 def _prepare_connection(address: str, elsewhere: str) -> None:
     """Loads the cluster's token, and finds out early what Ray would wait for during a minute or more.
 
-    Raises:
-        ConnectionError: no process listens at the address.
-        ConfigError: this machine is not a node of the cluster; the message ends with `elsewhere`.
+    Raises ConnectionError if no process listens at the address, and ConfigError if this machine is not a node of the
+    cluster; that message ends with `elsewhere`.
     """
     host, _, port = address.rpartition(":")
     has_port = "/" not in host and port.isdecimal()

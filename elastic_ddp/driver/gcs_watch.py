@@ -24,11 +24,8 @@ GIVE_UP_AFTER, END_BEFORE = 0.7, 0.85
 class GcsWatch:
     """Contacts the GCS at `address`, host:port.
 
-    Attributes:
-        address: that address.
-        is_away: whether the last contact failed.
-        is_lost: whether contacts have failed for `patience_s`. Ray's processes still live. Stays true.
-        patience_s: how long the GCS may be away.
+    `is_away` is whether the last contact failed; `is_lost`, which stays true, whether contacts have failed for
+    `patience_s`. Ray's processes still live then.
     """
 
     def __init__(

@@ -135,11 +135,7 @@ def all_jobs(client: JobSubmissionClient) -> Jobs:
 
 
 def find_job(client: JobSubmissionClient, run: str) -> JobDetails:
-    """Returns the newest job of a run, given by its name, its folder, or the id of a job.
-
-    Raises:
-        ConfigError: the cluster has no such job.
-    """
+    """Returns the newest job of a run, given by its name, its folder, or the id of a job; ConfigError if none."""
     jobs = all_jobs(client)
     if (job := find(jobs, run)) is None:
         known = ", ".join(f"{id} ({describe(job)})" for id, job in jobs.items()) or "none"
@@ -153,10 +149,8 @@ def find_job(client: JobSubmissionClient, run: str) -> JobDetails:
 def stop_job(client: JobSubmissionClient, run: str) -> str | None:
     """Asks the driver of a submitted run to commit and stop. Returns the id of its job; None if it has ended for good.
 
-    The driver gets SIGTERM. It is not restarted, also if it dies meanwhile or has died already.
-
-    Raises:
-        ElasticDDPError: the job server does not accept the request.
+    The driver gets SIGTERM. It is not restarted, also if it dies meanwhile or has died already. Raises ElasticDDPError
+    if the job server does not accept the request.
     """
     rejected: str | None = None
     while True:
@@ -196,10 +190,8 @@ def follow(
 ) -> JobDetails:
     """Passes the log of a job to `write` until the job ends, then those of its restarts. Returns the last job.
 
-    `note` gets a line for each restart, and when the job server stops responding.
-
-    Raises:
-        ElasticDDPError: the job server has not responded for `SILENT_S`, or does not know the job any more.
+    `note` gets a line for each restart, and when the job server stops responding. Raises ElasticDDPError if it has not
+    responded for `SILENT_S`, or does not know the job any more.
     """
     num_written, silent_since = 0, None
     while True:

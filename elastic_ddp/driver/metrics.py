@@ -63,10 +63,7 @@ _FAILURES: dict[type[Event], str] = {
 class RunMetrics:
     """Records the metrics of one session from its events. It never raises, and costs microseconds without an exporter.
 
-    Args:
-        run: the value of the label `run`.
-        resume_from: the commit from which the session resumes.
-        clock: Unix time in seconds.
+    `run` is the value of the label `run`. The session resumes from the commit `resume_from`.
     """
 
     def __init__(self, run: str, resume_from: Commit | None, clock: Callable[[], float] = time.time) -> None:

@@ -134,12 +134,9 @@ def check_nodes(
     """Raises unless each of `nodes`, from `ray.nodes()`, that a worker fits on reads `files` and uses the storage.
 
     It announces `session` in the storage, for workers on nodes that join later as well. It starts no task on the
-    driver's machine, which uses both already. A node that does not run the check in time is noted, and is an error only
-    if workers can start nowhere else.
-
-    Raises:
-        ConfigError: a node cannot use the storage, or no node runs the check.
-        DataError: a node cannot read the data.
+    driver's machine, which uses both already. Raises DataError if a node cannot read the data, and ConfigError if one
+    cannot use the storage. A node that does not run the check in time is noted, and is an error only if workers can
+    start nowhere else.
     """
     announce(storage, session)
     suitable = nodes_for_workers(nodes, config.resources_per_worker)

@@ -144,11 +144,7 @@ def jobs_here() -> Jobs:
 
 
 def forbid_restart(job_id: str, why: str) -> None:
-    """Lets no restart of a job's driver come. This process is connected to Ray.
-
-    Raises:
-        ElasticDDPError: the driver has died, and its restart is there already.
-    """
+    """Forbids the restart of a driver; ElasticDDPError if it is there already. This process is connected to Ray."""
     jobs = jobs_here()
     if (job := jobs.get(job_id)) is None or (next_job := next_id(job)) is None:
         return
@@ -160,11 +156,7 @@ def forbid_restart(job_id: str, why: str) -> None:
 
 
 def forbid_pending_restart(run: str) -> bool:
-    """Lets no restart of a run's dead driver come. Returns whether one was to come. This process is connected to Ray.
-
-    Raises:
-        ElasticDDPError: its restart is there already.
-    """
+    """Forbids the restart of a run's dead driver, as `forbid_restart` does. Returns whether one was pending."""
     jobs = jobs_here()
     job = find(jobs, run)
     if job is None or (job := newest_of(jobs, job)).submission_id is None or following(jobs, job) is None:

@@ -20,11 +20,7 @@ LATE_S = 30.0
 
 
 class WaitWatch:
-    """Knows what a run waits for.
-
-    Attributes:
-        reason: what the run waits for; None if it does not wait, or if its workers are starting.
-    """
+    """Knows what a run waits for."""
 
     def __init__(
         self,
@@ -33,6 +29,7 @@ class WaitWatch:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.reason: str | None = None
+        """What the run waits for; None if it does not wait, or if its workers are starting."""
         self._config, self._read, self._clock = config, read, clock
         self._since: float | None = None
         self._checked_at = self._printed_at = float("-inf")

@@ -62,14 +62,11 @@ _VERBOSE_LOGGERS = ("scaling_policy", "worker_group", "failure_handling.default"
 
 
 class StartBackoff:
-    """Counts failed starts in a row.
-
-    Attributes:
-        until: the monotonic time, in seconds, before which no worker is started.
-    """
+    """Counts failed starts in a row, and says how long no further worker is started."""
 
     def __init__(self) -> None:
         self.until = 0.0
+        """Its end, on the monotonic clock."""
         self._num_failed = 0
 
     def add(self, num_failed: int) -> None:

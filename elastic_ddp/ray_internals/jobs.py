@@ -27,8 +27,7 @@ _FORWARD = (
 def connect_to_jobs(address: str | None = None) -> JobSubmissionClient:
     """Connects to the job server of a cluster, by default the one at `RAY_API_SERVER_ADDRESS`, `RAY_ADDRESS`, or here.
 
-    Raises:
-        ConfigError: no cluster responds, it has no dashboard that this machine can reach, or it rejects the token.
+    Raises ConfigError if no cluster responds, it has no dashboard that this machine can reach, or it rejects the token.
     """
     address, session = address or os.environ.get(_ADDRESS) or os.environ.get("RAY_ADDRESS") or "auto", None
     if "://" not in address:

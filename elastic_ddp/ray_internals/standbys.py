@@ -64,9 +64,8 @@ class _Standby:
 class Standbys:
     """The standbys of a worker group.
 
-    Args:
-        start: creates the actor of a standby on the node of a worker.
-        advance: moves a starting worker forward without blocking. Returns whether it runs its training function.
+    `start` creates the actor of a standby on the node of a worker. `advance` moves a starting worker forward without
+    blocking, and returns whether it runs its training function.
     """
 
     def __init__(
