@@ -30,10 +30,8 @@ def init_ray(**options: Any) -> None:
     """
     try:
         ray.init(**options)
-    except (OSError, RuntimeError) as error:
-        # ~/.ray cannot be written, or the user has no home folder.
-        is_about_home = ".ray" in Path(str(getattr(error, "filename", ""))).parts or "home directory" in str(error)
-        if _PATH in os.environ or not is_about_home:
+    except OSError as error:
+        if _PATH in os.environ or ".ray" not in Path(str(error.filename)).parts:
             raise
         _set_token(_create_token())
         ray.init(**options)
