@@ -30,12 +30,10 @@ FATAL_SIGNALS = {
 
 _received = threading.Event()
 _exits_on_sigterm = threading.Event()
-_listeners: list[Callable[[], None]] = []
-_lock = threading.Lock()
 
 
 def listen_for_sigterm() -> None:
-    """Turns SIGTERM into a call of the listeners. Call it once in a worker process, in its main thread.
+    """Turns SIGTERM into the action of `on_sigterm`. Call it once in a worker process, in its main thread.
 
     A Ray worker's main thread stays in Ray's C++ core, where Python runs no signal handlers. So a thread reads the
     wakeup file descriptor.
@@ -48,13 +46,17 @@ def listen_for_sigterm() -> None:
     threading.Thread(target=_read, args=(reader,), name="sigterm", daemon=True).start()
 
 
-def on_sigterm(listener: Callable[[], None]) -> None:
-    """Calls `listener` once, from a thread, when SIGTERM arrives; at once if it has arrived already."""
-    with _lock:
-        _listeners.append(listener)
-        if not _received.is_set():
-            return
-    listener()
+def on_sigterm(act: Callable[[], None]) -> None:
+    """Calls `act` once, in a thread, when SIGTERM arrives; at once if it has arrived already."""
+
+    def wait() -> None:
+        _received.wait()
+        try:
+            act()
+        except Exception as error:  # the run may have ended
+            _log.info("the action on SIGTERM failed: %s", format_exception(error))
+
+    threading.Thread(target=wait, name="on-sigterm", daemon=True).start()
 
 
 def exit_on_sigterm() -> None:
@@ -64,18 +66,10 @@ def exit_on_sigterm() -> None:
 
 def _read(reader: int) -> None:
     while data := os.read(reader, 64):
-        if signal.SIGTERM not in data:
-            continue
-        if _exits_on_sigterm.is_set():
-            os._exit(TERMINATED)
-        with _lock:
-            listeners = [] if _received.is_set() else [*_listeners]
+        if signal.SIGTERM in data:
+            if _exits_on_sigterm.is_set():
+                os._exit(TERMINATED)
             _received.set()
-        for listener in listeners:
-            try:
-                listener()
-            except Exception as error:  # the run may have ended
-                _log.info("a listener for SIGTERM failed: %s", format_exception(error))
 
 
 def _restore_defaults() -> None:
