@@ -64,14 +64,14 @@ def submit(
         path = program.resolve().relative_to(working_dir.resolve()).as_posix()
     elif not program.is_absolute():
         raise ConfigError(f"{program}: with --no-working-dir, use the absolute path on the cluster's nodes.")
-    job = f"{program.stem}-{uuid.uuid4().hex[:6]}"
+    command, job = entrypoint(path, arguments, restarts), f"{program.stem}-{uuid.uuid4().hex[:6]}"
     metadata = {FIRST: job, RESTARTS: str(restarts), RESOURCES: json.dumps(resources)}
     runtime_env: dict[str, Any] = {"env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": str(STOP_WAIT_S)}}
     if working_dir is not None:
         runtime_env["working_dir"] = str(working_dir.resolve())
     try:
         return client.submit_job(
-            entrypoint=entrypoint(path, arguments, restarts),
+            entrypoint=command,
             submission_id=job,
             runtime_env=runtime_env,
             metadata=metadata,
