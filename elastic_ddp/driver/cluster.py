@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import socket
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -15,7 +14,7 @@ import ray
 from elastic_ddp.driver.display import print_note
 from elastic_ddp.errors import ConfigError
 from elastic_ddp.ray_internals import (
-    ANSWERS_WITHIN_S,
+    check_port,
     check_ray_version,
     has_started_ray,
     separate_daemons,
@@ -138,10 +137,7 @@ def _prepare_connection(address: str, elsewhere: str) -> None:
     host, _, port = address.rpartition(":")
     has_port = "/" not in host and port.isdecimal()
     if has_port:
-        try:
-            socket.create_connection((host.strip("[]"), int(port)), timeout=ANSWERS_WITHIN_S).close()
-        except (OSError, OverflowError) as error:  # unknown host, or a port above 65535
-            raise ConnectionError(str(error)) from error
+        check_port(address)
     use_token_on_this_machine(address)
     if has_port and (nodes := nodes_if_none_is_here(address)) is not None:
         shown = ", ".join(nodes[:_NODES_SHOWN]) + (", ..." if len(nodes) > _NODES_SHOWN else "")

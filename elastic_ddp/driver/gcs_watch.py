@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import errno
 import os
-import socket
 import time
 from collections.abc import Callable
+
+from elastic_ddp.ray_internals import check_port
 
 CHECK_S = 3.0
 """How often the GCS is contacted."""
@@ -31,14 +32,14 @@ class GcsWatch:
     def __init__(
         self,
         address: str,
-        contact: Callable[[str], None] | None = None,
+        contact: Callable[[str, float], None] = check_port,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.address = address
         self.is_away = self.is_lost = False
         self._timeout_s = float(os.environ.get(RECONNECT_TIMEOUT, "60"))
         self.patience_s = GIVE_UP_AFTER * self._timeout_s
-        self._contact, self._clock = contact or connect_to, clock
+        self._contact, self._clock = contact, clock
         self._contacted_at = self._responded_at = clock()
 
     @property
@@ -53,7 +54,7 @@ class GcsWatch:
             return None
         self._contacted_at, was_away = now, self.is_away
         try:
-            self._contact(self.address)
+            self._contact(self.address, CONNECT_WITHIN_S)
         except OSError as error:
             if error.errno in (errno.EMFILE, errno.ENFILE):  # this process has too many open files
                 return None
@@ -68,9 +69,3 @@ class GcsWatch:
             f"Ray's GCS at {self.address} does not respond. Training continues; if it does not return within "
             f"{self.patience_s:g} s, the run commits and ends."
         )
-
-
-def connect_to(address: str) -> None:
-    """Opens and closes a connection to `address`, host:port. Raises OSError."""
-    host, _, port = address.rpartition(":")
-    socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_WITHIN_S).close()

@@ -121,6 +121,15 @@ def _silenced_stderr() -> Iterator[None]:
         os.close(original)
 
 
+def check_port(address: str, timeout_s: float = ANSWERS_WITHIN_S) -> None:
+    """Opens and closes a connection to `address`, host:port. Raises ConnectionError if no process accepts it."""
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=timeout_s).close()
+    except (OSError, ValueError, OverflowError) as error:  # also an unknown host, or a port above 65535
+        raise ConnectionError(*error.args) from error
+
+
 def is_local(host: str) -> bool:
     try:
         family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from urllib.parse import urlsplit
@@ -14,7 +13,13 @@ import ray
 from ray.job_submission import JobSubmissionClient
 
 from elastic_ddp.errors import ConfigError
-from elastic_ddp.ray_internals import ANSWERS_WITHIN_S, RAY_VERSION, is_local, use_token_on_this_machine
+from elastic_ddp.ray_internals import (
+    ANSWERS_WITHIN_S,
+    RAY_VERSION,
+    check_port,
+    is_local,
+    use_token_on_this_machine,
+)
 from elastic_ddp.ray_internals.private_token import enable_token
 
 _ADDRESS = "RAY_API_SERVER_ADDRESS"
@@ -36,8 +41,8 @@ def connect_to_jobs(address: str | None = None) -> JobSubmissionClient:
         raise ConfigError(f"{address!r} is not the address of a dashboard. Set {_ADDRESS}, as http://HOST:8265.")
     url = urlsplit(address)
     try:
-        socket.create_connection((url.hostname or "", url.port or 80), timeout=ANSWERS_WITHIN_S).close()
-    except (OSError, ValueError, OverflowError) as error:
+        check_port(f"{url.hostname}:{url.port or 80}")
+    except (ConnectionError, ValueError) as error:
         if session is not None:
             raise _no_dashboard(address) from None
         raise ConfigError(
@@ -63,9 +68,8 @@ def _find_dashboard(address: str) -> tuple[str, str]:
 
     try:
         gcs_address: str = ray._private.services.canonicalize_bootstrap_address_or_die(address)
-        gcs_host, _, port = gcs_address.rpartition(":")
-        socket.create_connection((gcs_host.strip("[]"), int(port)), timeout=ANSWERS_WITHIN_S).close()
-    except (OSError, ValueError, OverflowError) as error:
+        check_port(gcs_address)
+    except (OSError, ValueError) as error:
         place = "on this machine" if address == "auto" else f"at {address}"
         raise ConfigError(f"no Ray cluster responds {place} ({error}). {_FORWARD}") from None
     use_token_on_this_machine(gcs_address)
@@ -81,7 +85,7 @@ def _find_dashboard(address: str) -> tuple[str, str]:
         raise _no_dashboard("an unknown address")
     place = dashboard.decode()
     is_loopback = place.rpartition(":")[0] in ("127.0.0.1", "localhost", "[::1]")
-    if is_loopback and not is_local(gcs_host.strip("[]")):
+    if is_loopback and not is_local(gcs_address.rpartition(":")[0].strip("[]")):
         raise ConfigError(
             f"the dashboard of the cluster at {gcs_address} listens on {place} of the head only, and this machine is "
             f"not the head. {_FORWARD}"

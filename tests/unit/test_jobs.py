@@ -109,7 +109,7 @@ def test_a_program_outside_the_working_directory_is_refused(server: JobServer, s
 
 
 def test_a_credential_in_an_argument_is_refused_before_ray_records_it(server: JobServer, script: Path) -> None:
-    with pytest.raises(ConfigError, match="^an argument of the job has a credential") as error:
+    with pytest.raises(ConfigError, match=r"^an argument of the job has a credential") as error:
         invoke("submit", script, "--", "--storage=sftp://user:hunter2@host/runs")
     assert not server.submitted and "hunter2" not in str(error.value)
 

@@ -127,7 +127,7 @@ def test_a_run_whose_gcs_does_not_return_commits_and_ends_with_what_to_do(
     """Ray itself ends the driver after a minute, with its own line only."""
     job, rendezvous, clock = new_run()._loop.job, inprocess_rendezvous(), iter(range(0, 10**6, 10))
 
-    def refuse(_: str) -> None:
+    def refuse(*_: Any) -> None:
         raise ConnectionRefusedError
 
     def train_until_stopped(*_: Any) -> None:
