@@ -10,6 +10,7 @@ import threading
 from collections import deque
 from collections.abc import Iterator
 from importlib.util import find_spec
+from types import SimpleNamespace
 from typing import Any
 
 import pyarrow as pa
@@ -64,32 +65,19 @@ def exports_metrics() -> bool:
     return find_spec("opencensus") is not None
 
 
-class _NoStats:
-    """Takes the place of calls to the actor with Ray Data's metrics, whose process takes a second to start."""
-
-    @staticmethod
-    def register_dataset_to_stats_actor(*_: Any) -> None:
-        pass
-
-    @staticmethod
-    def update_execution_metrics(*_: Any) -> None:
-        pass
+def _do_nothing(*_: Any) -> None:
+    pass
 
 
-class _NoAutoscaler:
-    """Requests no nodes. Ray Data's autoscaler does if many blocks wait, which is the normal state here.
-
-    It also calls an actor in each round of the scheduling loop, which used a third of a core.
-    """
-
-    def try_trigger_scaling(self) -> None:
-        pass
-
-    def on_executor_shutdown(self) -> None:
-        pass
-
-    def get_total_resources(self) -> ExecutionResources:
-        return ExecutionResources.for_limits()
+_NO_STATS = SimpleNamespace(register_dataset_to_stats_actor=_do_nothing, update_execution_metrics=_do_nothing)
+"""Takes the place of calls to the actor with Ray Data's metrics, whose process takes a second to start."""
+_NO_AUTOSCALER = SimpleNamespace(
+    try_trigger_scaling=_do_nothing,
+    on_executor_shutdown=_do_nothing,
+    get_total_resources=ExecutionResources.for_limits,
+)
+"""Requests no nodes. Ray Data's autoscaler does if many blocks wait, which is the normal state here. It also calls an
+actor in each round of the scheduling loop, which used a third of a core."""
 
 
 class _Executor(StreamingExecutor):
@@ -105,7 +93,7 @@ class _Executor(StreamingExecutor):
     def __init__(self, context: DataContext, dataset_id: str) -> None:
         if not exports_metrics():
             module: Any = streaming_executor
-            module._StatsManager = _NoStats
+            module._StatsManager = _NO_STATS
         super().__init__(context, dataset_id)
         self._metadata_fetcher = InlineMetadataFetcher()
         self._awake = threading.Event()
@@ -142,9 +130,9 @@ class _Executor(StreamingExecutor):
         is_blocked = bool(running) and all(operator._in_task_output_backpressure for operator in running)
         return is_blocked and not self._consumer_waits
 
-    @property  # type: ignore[override]
-    def _cluster_autoscaler(self) -> _NoAutoscaler:
-        return _NoAutoscaler()
+    @property
+    def _cluster_autoscaler(self) -> Any:
+        return _NO_AUTOSCALER
 
     @_cluster_autoscaler.setter
     def _cluster_autoscaler(self, registered: Any) -> None:
