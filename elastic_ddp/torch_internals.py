@@ -8,7 +8,9 @@ from __future__ import annotations
 import ctypes
 import datetime
 import threading
+import warnings
 import weakref
+from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -23,6 +25,7 @@ from torch.autograd import profiler as autograd_profiler
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.utils.parametrizations import _SpectralNorm
 from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.optim.lr_scheduler import MultiplicativeLR, SequentialLR
 from torch.utils import _pytree
 
 if TYPE_CHECKING:
@@ -190,6 +193,25 @@ def inner_schedulers(scheduler: torch.optim.lr_scheduler.LRScheduler) -> Sequenc
 def inner_scheduler_states(state: Mapping[str, Any]) -> Sequence[Any]:
     """Returns the states of the schedulers that `inner_schedulers` returns, from their scheduler's `state_dict`."""
     return state.get("_schedulers", ())
+
+
+def move_scheduler(scheduler: Any, position: int) -> None:
+    """Moves a scheduler from its initial state to a number of steps, without those steps.
+
+    Calls the deprecated `step(epoch)`, which uses `_get_closed_form_lr` where a scheduler has it. Raises ValueError or
+    TypeError for schedulers whose learning rate follows from the steps before.
+    """
+    if isinstance(scheduler, MultiplicativeLR):
+        raise ValueError("its factors follow from the steps before")
+    if isinstance(scheduler, SequentialLR):
+        number = bisect_right(scheduler._milestones, position)
+        active, start = scheduler._schedulers[number], scheduler._milestones[number - 1] if number else 0
+        move_scheduler(active, position - start)
+        scheduler.last_epoch, scheduler._last_lr = position, active.get_last_lr()
+        return
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # `epoch` is deprecated, and the optimizer has not stepped
+        scheduler.step(position)
 
 
 def is_profiling() -> bool:

@@ -49,6 +49,9 @@ def fit(name: str, storage: str, steps: int, weight_decay: float, workers: int) 
         micro_batch_size=16,
         max_workers=workers,
         log_every_steps=1,
+        checkpoint=ed.CheckpointConfig(
+            hyperparameters="code"
+        ),  # a resumed run uses those in the code, not the saved ones
     )
     return ed.ElasticTrainer(train, data=make_rows(4096, seed=0), config=config).fit()
 

@@ -32,7 +32,7 @@ DATA_IDENTITY = ("columns", "shuffle", "window_row_groups", "chunk_rows")
 
 
 class CheckpointConfig(Settings):
-    """When the run commits its state, and which commits it keeps."""
+    """When the run commits its state, which commits it keeps, and what a resume takes from them."""
 
     every_steps: PositiveInt | None = None
     """Commit when this many steps have passed since the last commit."""
@@ -65,6 +65,10 @@ class CheckpointConfig(Settings):
     max_failed_saves: Annotated[int, Field(ge=0, le=MAX_STEP)] = 3
     """Number of consecutive saves that may fail before the run ends with an error. Training continues after a failed
     save. A save fails if no storage operation completes for 10 minutes."""
+    hyperparameters: Literal["saved", "code"] = "saved"
+    """Which hyperparameters of optimizers and schedulers a resumed run uses where the code has changed since the
+    commit: the `saved` ones, as `load_state_dict` does, or those in the `code`. See
+    [checkpoints](../guides/checkpoints.md#resume-with-other-hyperparameters)."""
 
     @model_validator(mode="after")
     def _check_combinations(self) -> Self:
@@ -267,7 +271,7 @@ class RunConfig(Settings):
     passes them to `ray.init`; a program that calls `ray.init` itself passes them there. The ledger records the names of
     the fields only."""
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
-    """When the run commits, and which commits it keeps."""
+    """When the run commits, which commits it keeps, and what a resume takes from them."""
     data: DataConfig = Field(default_factory=DataConfig)
     """How rows are read, ordered and fed."""
     ddp: DDPConfig = Field(default_factory=DDPConfig)

@@ -88,7 +88,11 @@ def describe_event(event: Event, session: int | None = None) -> str | None:
 
 
 def _describe_hyperparameters(event: events.HyperparametersDiffer) -> str:
-    used = "the values in the code are used from here on"
+    used = (
+        "the values in the code are used from here on"
+        if event.used == "code"
+        else 'the saved values are used; checkpoint.hyperparameters = "code" uses those in the code'
+    )
     lines = [f"  {each['name']}: {_short(each['saved'])} -> {_short(each['now'])}" for each in event.changes]
     return "\n".join([f"[step {event.step}] hyperparameters differ between the commit and the code; {used}:", *lines])
 

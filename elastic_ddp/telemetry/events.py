@@ -261,12 +261,14 @@ class Resumed(Event):
 
 
 class HyperparametersDiffer(Event):
-    """A run has resumed, and hyperparameters in its code replace those in its commit. Rank 0 reports it."""
+    """A run has resumed, and its code sets other hyperparameters than when its commit was made. Rank 0 reports it."""
 
     step: int
     """Steps done in the restored state."""
     changes: list[dict[str, Any]]
     """For each its `name`, such as `AdamW.weight_decay`, the value `saved` in the commit, and the value `now`."""
+    used: str = "code"
+    """Which of the two the run uses: `saved` or `code`, as `checkpoint.hyperparameters` sets it."""
 
 
 class WeightsLoaded(Event):

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
-from elastic_ddp import torch_internals
 from elastic_ddp.tensors.state_tree import flatten, unflatten
 
-Factors = Mapping[str, list[float] | None]
-"""Values of the functions of LambdaLRs, by their place in a scheduler."""
 DERIVED = frozenset({"base_lrs", "_last_lr"})
 """State of a scheduler that repeats settings of its optimizer."""
 
@@ -31,10 +26,9 @@ class Change:
         return {"name": self.name, "saved": _as_json(self.saved), "now": _as_json(self.now)}
 
 
-def of_groups(
-    name: str, before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[str, Any]], differing: Sequence[list[str]]
-) -> Iterator[Change]:
+def of_groups(name: str, before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[str, Any]]) -> Iterator[Change]:
     """Yields the changes of an optimizer's settings; one that is the same in all param_groups once."""
+    differing = [differing_keys(saved, own) for saved, own in zip(before, after, strict=True)]
     for key in dict.fromkeys(key for keys in differing for key in keys):
         # With a scheduler, `initial_lr` is what the code sets as `lr`. That of a warm-up's first step follows from it.
         numbers = [n for n, keys in enumerate(differing) if key in keys and not (key == "lr" and "initial_lr" in keys)]
@@ -57,36 +51,6 @@ def differences(name: str, saved: Any, now: Any) -> Iterator[Change]:
             yield from differences(f"{name}[{number}]", value, now[number])
     elif not is_same(saved, now):
         yield Change(name, saved, now)
-
-
-def of_functions(name: str, scheduler: LRScheduler, before: Factors) -> Iterator[Change]:
-    """Yields a change if the functions of a LambdaLR return other values than before; its state does not have them."""
-    after = dict(lambda_factors(scheduler, scheduler.state_dict()))
-    for place, (inner, factors) in after.items():
-        # A function whose value depends on what was restored cannot be compared.
-        if factors is None or place not in before or before[place] != factors:
-            continue
-        saved = [float(lr) for lr in inner.get_last_lr()]
-        now = [float(base) * factor for base, factor in zip(inner.base_lrs, factors, strict=True)]
-        # Another machine may round a cosine differently.
-        if not all(math.isclose(*pair, rel_tol=1e-6, abs_tol=1e-12) for pair in zip(saved, now, strict=True)):
-            yield Change(f"{name}{place}.lr after {inner.last_epoch} steps", saved, now)
-
-
-def lambda_factors(
-    scheduler: LRScheduler, state: Mapping[str, Any], place: str = ""
-) -> Iterator[tuple[str, tuple[LambdaLR, list[float] | None]]]:
-    """Yields each LambdaLR in a scheduler: where it is, itself, and the values of its functions, or None."""
-    inner, states = torch_internals.inner_schedulers(scheduler), torch_internals.inner_scheduler_states(state)
-    for number, (inner_scheduler, inner_state) in enumerate(zip(inner, states, strict=False)):
-        yield from lambda_factors(inner_scheduler, inner_state, f"{place}._schedulers[{number}]")
-    step = state.get("last_epoch")
-    if isinstance(scheduler, LambdaLR) and type(step) is int and step >= 0:
-        try:
-            factors = [float(function(step)) for function in scheduler.lr_lambdas]
-        except Exception:  # the next step raises it
-            factors = None
-        yield place, (scheduler, factors)
 
 
 def differing_keys(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:

@@ -183,7 +183,7 @@ class Loop:
         """Does what the ranks agreed on in a step that is done. Returns how a worker failed meanwhile, or None."""
         assert step.outcome.agreed is not None
         membership, votes = self.membership, step.outcome.agreed.votes
-        self.state.check_prepared()
+        self.state.guard.check(self.state.optimizers, self.state.schedulers)
         # After a failure in an evaluation, this worker is in another generation, whose ranks vote again.
         if membership.generation is not step.generation:
             if membership.generation is not None:  # several updates count as a step after the evaluation only

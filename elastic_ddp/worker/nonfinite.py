@@ -67,9 +67,9 @@ def reason_to_skip(
         raise NonFiniteError(
             f"step {step}: {problem}. The weights were not changed. Common causes are a learning rate that is too "
             f"high, gradients that need clip_grad_norm{activations}, and rows that hold NaN. The run resumes from its "
-            'newest commit with a lower learning rate, or with on_nonfinite = "skip", which leaves out such steps. For '
-            "other data, clip_grad_norm or precision, use another name; run.load_weights can start it from this run's "
-            "weights."
+            'newest commit, with a lower learning rate and checkpoint.hyperparameters = "code", or with on_nonfinite = '
+            '"skip", which leaves out such steps. For other data, clip_grad_norm or precision, use another name; '
+            "run.load_weights can start it from this run's weights."
         )
     return problem
 
@@ -87,6 +87,6 @@ def weights_error(step: int, names: Sequence[str]) -> NonFiniteError:
     """Returns the error for weights that an optimizer made NaN or infinite."""
     return NonFiniteError(
         f"after {step} steps the weights of {shorten(names, 5)} are NaN or infinite, though the gradients were finite. "
-        "They are not committed. Lower the learning rate or check the optimizer; the run then resumes from its newest "
-        'commit. on_nonfinite = "ignore" commits them.'
+        "They are not committed. Check the optimizer, or lower the learning rate and set checkpoint.hyperparameters = "
+        '"code"; the run then resumes from its newest commit. on_nonfinite = "ignore" commits them.'
     )

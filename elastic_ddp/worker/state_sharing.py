@@ -17,6 +17,7 @@ from elastic_ddp.tensors.state_tree import Layout
 from elastic_ddp.worker.agreed_errors import agree_on_error, without_traceback
 from elastic_ddp.worker.held_shards import NOTHING, HeldShards, move_shards, share_plain
 from elastic_ddp.worker.mirror import Mirror, find_shortage
+from elastic_ddp.worker.resume import resume
 from elastic_ddp.worker.train_state import TrainState
 
 if TYPE_CHECKING:
@@ -81,10 +82,11 @@ def _resume(inputs: GenerationInputs, group: ProcessGroup, make_layout: Callable
     state = inputs.state
     if (restored := inputs.restore(group, make_layout)) is None:
         return False
-    changes = state.resume(restored, inputs.clock.activity.tick)
+    used = inputs.job.config.checkpoint.hyperparameters
+    changes = resume(state, restored, use_code=used == "code")
     if changes and group.rank == 0:
         listed = [change.to_json() for change in changes]
-        inputs.record(HyperparametersDiffer(step=state.position.step, changes=listed))
+        inputs.record(HyperparametersDiffer(step=state.position.step, changes=listed, used=used))
     return True
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections import ChainMap
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Annotated, Any, Protocol, TypeAlias, runtime_checkable
 
@@ -17,14 +18,12 @@ from elastic_ddp.errors import CheckpointError, ConfigError
 from elastic_ddp.tensors.state_tree import Layout, flatten, gather_full, local_part, weights_sha256
 from elastic_ddp.worker import hyperparameters
 from elastic_ddp.worker.held_shards import HeldShards
-from elastic_ddp.worker.hyperparameter_changes import Change
-from elastic_ddp.worker.hyperparameters import Every, Prepared, Schedule, steps_taken
+from elastic_ddp.worker.hyperparameters import PREPARED, Every, Prepared, Schedule
 from elastic_ddp.worker.loss_scale import LossScale
 from elastic_ddp.worker.mirror import Mirror
 from elastic_ddp.worker.model_state import BUFFERS, PARAMETERS, left_out
 from elastic_ddp.worker.optimizer_state import (
     group_names,
-    load_named_state,
     load_state_of,
     match_groups,
     named_state,
@@ -39,21 +38,16 @@ from elastic_ddp.worker.state_checks import (
     check_saved_scheduler,
     check_scheduler,
 )
+from elastic_ddp.worker.step_guard import StepGuard
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from elastic_ddp.distributed.assignment import Shards
     from elastic_ddp.distributed.process_group import ProcessGroup
 
 _Count = Annotated[int, Field(ge=0, le=2**62)]
-PREPARED = "prepared"
-"""The component of a state that holds the hyperparameters."""
-_MALFORMED = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+MALFORMED = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 """What loading a state raises that is not one of these objects."""
-
-
-ChangedBy: TypeAlias = "torch.optim.Optimizer | Callable[[], object] | None"
+ChangedBy: TypeAlias = torch.optim.Optimizer | Callable[[], object] | None
 """What an update of a step changes the parameters with: an optimizer, a function, or None for all optimizers."""
 
 
@@ -123,12 +117,7 @@ class TrainState:
     """Whether a step has begun to change the state and its block has not ended."""
     is_torn: bool = False
     """Whether a worker failed while a step changed the state. A torn state is discarded."""
-    _is_stepping: bool = field(default=False, init=False)
-    """Whether `step_optimizers` runs."""
-    _scheduler_steps: list[int] = field(default_factory=list, init=False)
-    """For each scheduler, how often it was stepped up to the end of the last step."""
-    _group_sizes: list[list[int]] = field(default_factory=list, init=False)
-    """For each optimizer, the numbers of parameters in its param_groups before the first step."""
+    guard: StepGuard = field(default_factory=StepGuard, init=False)
 
     @property
     def is_sharded(self) -> bool:
@@ -149,7 +138,6 @@ class TrainState:
         return self.model.module
 
     def is_model(self, thing: object) -> bool:
-        """Returns whether `thing` is the prepared model."""
         return self.model is not None and thing is self.model.module
 
     def add_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
@@ -160,8 +148,7 @@ class TrainState:
             )
         check_optimizer(optimizer, self.module, self.optimizers)
         self.optimizers.append(optimizer)
-        with suppress(AttributeError):  # an optimizer that does not call Optimizer.__init__ has no hooks
-            optimizer.register_step_pre_hook(self._check_optimizer_step)
+        self.guard.watch(optimizer)
 
     def add_scheduler(self, scheduler: torch.optim.lr_scheduler.LRScheduler, every: Every = "step") -> None:
         check_scheduler(scheduler, self.optimizers, self.schedulers)
@@ -170,9 +157,9 @@ class TrainState:
 
     def record_prepared(self) -> None:
         """Records the hyperparameters, before the first step and before a state is loaded."""
-        self.prepared = hyperparameters.record(self.optimizers, self._schedules())
-        self._group_sizes = self._count_parameters()
-        self._count_scheduler_steps()
+        self.prepared = hyperparameters.record(self.optimizers, self.schedules())
+        self.guard.begin(self.optimizers)
+        self.guard.count(self.schedulers)
 
     # Steps of optimizers and schedulers.
 
@@ -184,40 +171,33 @@ class TrainState:
         self.finish_step = None
 
     def step_optimizers(self, seed: Callable[[], None], by: ChangedBy = None) -> None:
-        """Steps all optimizers, and this rank's mirror; or changes the parameters in another way.
+        """Steps all optimizers, or one, and this rank's mirror; or calls a function that changes the parameters.
 
-        Args:
-            seed: seeds the generators.
-            by: an optimizer to step alone, or a function to call; None for all optimizers.
+        `seed` seeds the generators.
         """
-
         if by is not None and not isinstance(by, torch.optim.Optimizer):
             seed()
             with torch.no_grad():
                 by()
             return
-        optimizers = self.optimizers if by is None else [by]
 
         def step() -> None:
-            for optimizer in optimizers:
+            for optimizer in self.optimizers if by is None else [by]:
                 optimizer.step()
 
-        self._is_stepping = True
-        try:
+        with self.guard.stepping():
             if self.mirror is not None:
                 self.mirror.step_with(step, seed)
             else:
                 seed()
                 step()
-        finally:
-            self._is_stepping = False
 
     def step_schedulers(self, *, is_skipped: bool, by: ChangedBy = None) -> None:
         """Steps the schedulers that are due after the current step; after a skipped one, those of its epoch.
 
         With `by`, those of this optimizer, which it has stepped or skipped.
         """
-        self.check_prepared()
+        self.guard.check(self.optimizers, self.schedulers)
         for scheduler, every in zip(self.schedulers, self.every, strict=True):
             if every == "epoch":
                 is_due = by is None and self.is_last_of_epoch(self.position.step)
@@ -225,7 +205,7 @@ class TrainState:
                 is_due = not is_skipped and (by is None or scheduler.optimizer is by)
             if is_due:
                 scheduler.step()
-        self._count_scheduler_steps()
+        self.guard.count(self.schedulers)
 
     def loss_scale_of(self, by: ChangedBy) -> LossScale | None:
         """Returns the scale of the losses whose gradients `by` gets; None without `precision = "fp16"`."""
@@ -246,41 +226,7 @@ class TrainState:
         """Returns whether an epoch ends with this step."""
         return (step + 1) % self.steps_per_epoch == 0
 
-    def _check_optimizer_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        if self.prepared is not None and not self._is_stepping:
-            kind = type(optimizer).__name__
-            raise ConfigError(
-                f"the training function called step() of the prepared {kind}, which the run calls in step.optimize(), "
-                "or at the end of step.update. Remove optimizer.step() from the training function, or do not prepare "
-                "an optimizer that you step yourself."
-            )
-
-    def check_prepared(self) -> None:
-        """Raises a ConfigError if the training function stepped a scheduler, or changed the groups of an optimizer."""
-        if self._group_sizes and self._count_parameters() != self._group_sizes:
-            raise ConfigError(
-                "the param_groups of a prepared optimizer changed inside run.steps(). The groups of each had "
-                f"{self._group_sizes} parameters before, and have {self._count_parameters()} now. A worker that joins "
-                "or resumes builds the optimizer as before the loop. Create all param_groups there, and keep the "
-                "learning rate of those that wait at 0, for example with a LambdaLR."
-            )
-        for scheduler, count in zip(self.schedulers, self._scheduler_steps, strict=False):
-            if steps_taken(scheduler) != count:
-                kind = type(scheduler).__name__
-                raise ConfigError(
-                    f"the training function called step() of the prepared {kind}, which the run calls after its "
-                    "optimizer. Remove scheduler.step() from the training function. To step it once an epoch, use "
-                    'run.prepare(scheduler, every="epoch"); to step it yourself, use run.register("scheduler", '
-                    "scheduler) in place of run.prepare."
-                )
-
-    def _count_parameters(self) -> list[list[int]]:
-        return [[len(group["params"]) for group in optimizer.param_groups] for optimizer in self.optimizers]
-
-    def _count_scheduler_steps(self) -> None:
-        self._scheduler_steps = [steps_taken(scheduler) for scheduler in self.schedulers]
-
-    def _schedules(self) -> dict[str, Schedule]:
+    def schedules(self) -> dict[str, Schedule]:
         """Returns the schedulers of prepared optimizers: those that are prepared, and those that are registered."""
         steps = self.position.step
         prepared = {
@@ -367,42 +313,6 @@ class TrainState:
         assert self.held is not None
         self.held = replace(self.held, step=shared.step, skeleton=shared.skeleton, plain=shared.plain)
 
-    def resume(self, state: dict[str, Any], tick: Callable[[], object] = lambda: None) -> list[Change]:
-        """Loads the state of a commit. Hyperparameters that the code has changed since keep the value in the code.
-
-        Without `record_prepared` before, all keep the value in the commit. `tick` is called now and then if schedulers
-        are stepped to the run's position.
-
-        Returns:
-            The hyperparameters that differ between the commit and the code.
-
-        Raises:
-            CheckpointError: as `load_state_dict`.
-            ConfigError: a scheduler cannot be stepped to the run's position.
-        """
-        if self.prepared is None:
-            self.load_state_dict(state)
-            return []
-        now, then = self.prepared, _prepared(state.get(PREPARED))
-        state = _without_replaced(state, then, now)
-        try:
-            factors = hyperparameters.factors_of(self._schedules(), state["scheduler"])
-        except _MALFORMED:
-            factors = {}  # the load raises the error
-        self.load_state_dict(state)
-        self.prepared = now
-        try:
-            orders = zip(then.optimizer, self._group_orders(state["optimizer"]), strict=True)
-            then = replace(then, optimizer=[[groups[number] for number in order] for groups, order in orders])
-            records: dict[str, Any] = {"then": then, "now": now, "factors": factors}
-            changes = hyperparameters.adopt(self.optimizers, self._schedules(), **records, tick=tick)
-            self._count_scheduler_steps()
-            return changes
-        except ConfigError:
-            raise
-        except _MALFORMED as error:
-            raise _invalid_hyperparameters(error) from error
-
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Loads a tree that `state_dict` returned. Raises a CheckpointError if it is not a state of these objects."""
         expected: dict[str, Mapping[str, Any]] = {
@@ -412,7 +322,7 @@ class TrainState:
         }
         if missing := {"model", "buffers", "position", *expected} - state.keys():
             raise CheckpointError(f"the commit holds no {', '.join(sorted(missing))}: it is not a commit of a run.")
-        prepared = _prepared(state[PREPARED]) if PREPARED in state else None
+        prepared = Prepared.of(state[PREPARED]) if PREPARED in state else None
         try:
             position = Position(**{**dict.fromkeys(asdict(self.position)), **state["position"]})  # none is missing
         except (TypeError, ValueError) as error:
@@ -428,20 +338,15 @@ class TrainState:
                         f"{sorted(objects)}. Prepare and register the same objects in the same order, or use another "
                         "name."
                     )
-            self._group_orders(state["optimizer"])
-            for index, optimizer in enumerate(self.optimizers):
-                check_saved_optimizer(optimizer, state["optimizer"][str(index)])
-            for index, scheduler in enumerate(self.schedulers):
-                check_saved_scheduler(scheduler, state["scheduler"][str(index)])
+            self.group_orders(state["optimizer"])
+            for key, optimizer in expected["optimizer"].items():
+                check_saved_optimizer(optimizer, state["optimizer"][key])
+            for key, scheduler in expected["scheduler"].items():
+                check_saved_scheduler(scheduler, state["scheduler"][key])
             model, saved_others = self.module.state_dict(), {**state.get(PARAMETERS, {}), **state[BUFFERS]}
-            components = left_out(self.module, model)
+            built = ChainMap(*left_out(self.module, model).values())
             # With FSDP, a commit has parameters that the model's `state_dict()` copies in `model` alone.
-            others = {
-                name: tensor
-                for tensors in components.values()
-                for name, tensor in tensors.items()
-                if name in saved_others or name not in state["model"]
-            }
+            others = {name: built[name] for name in built if name in saved_others or name not in state["model"]}
             check_saved_model(model, state["model"], others, saved_others)
             loss_scale = None if self.loss_scale is None else LossScale(**state["loss_scale"])
             update_scales = {key: LossScale(**scale) for key, scale in state.get("update_scales", {}).items()}
@@ -449,21 +354,19 @@ class TrainState:
             with torch.no_grad():
                 for name, value in saved_others.items():
                     others[name].copy_(value)
-            for index, optimizer in enumerate(self.optimizers):
-                load_named_state(optimizer, group_names(optimizer, self.module), state["optimizer"][str(index)])
-            for kind in ("scheduler", "user"):
-                for key, target in expected[kind].items():
+            for kind, objects in expected.items():
+                for key, target in objects.items():
                     load_state_of(target, self.module, state[kind][key])
-        except _MALFORMED as error:
+        except MALFORMED as error:
             raise CheckpointError(
                 f"the commit does not fit the model or optimizer that the training function built: {error}. A changed "
                 "model is another run: use another name."
             ) from error
         self.position, self.prepared, self.loss_scale = position, prepared, loss_scale
         self.update_scales, self.updates = update_scales, list(state.get("updates", []))
-        self._count_scheduler_steps()
+        self.guard.count(self.schedulers)
 
-    def _group_orders(self, saved: Mapping[str, Any]) -> list[list[int]]:
+    def group_orders(self, saved: Mapping[str, Any]) -> list[list[int]]:
         """Returns for each optimizer the numbers that its param_groups have in its saved state.
 
         Raises ValueError if they hold other parameters, or if a schedule numbers them.
@@ -473,9 +376,7 @@ class TrainState:
             names, kind = group_names(optimizer, self.module), type(optimizer).__name__
             before = saved_names(saved[str(index)])
             orders.append(match_groups(kind, names, before))
-            schedulers = [
-                each.scheduler for each in self._schedules().values() if each.scheduler.optimizer is optimizer
-            ]
+            schedulers = [each.scheduler for each in self.schedules().values() if each.scheduler.optimizer is optimizer]
             if schedulers and orders[-1] != sorted(orders[-1]):
                 raise ValueError(
                     f"the param_groups of the {kind} are in another order than before, and its "
@@ -496,27 +397,3 @@ class TrainState:
         """Returns the hash of all parameters and buffers. Every rank calls it: shards are gathered one at a time."""
         tensors = [*self.module.named_parameters(), *self.module.named_buffers()]
         return weights_sha256((name, gather_full(tensor)) for name, tensor in tensors)
-
-
-def _prepared(saved: Any) -> Prepared:
-    """Returns the hyperparameters of a state."""
-    try:
-        return Prepared(**saved)
-    except (TypeError, ValueError) as error:
-        raise _invalid_hyperparameters(error) from error
-
-
-def _without_replaced(state: dict[str, Any], then: Prepared, now: Prepared) -> dict[str, Any]:
-    """Returns a state in which schedulers of another class have their initial state."""
-    schedulers, replaced = state.get("scheduler"), then.replaced_in(now)
-    if not isinstance(schedulers, dict) or not replaced:
-        return state
-    own = {key: now.scheduler[key] for key in schedulers if key in replaced}
-    return {**state, "scheduler": {**schedulers, **own}}
-
-
-def _invalid_hyperparameters(error: Exception) -> CheckpointError:
-    return CheckpointError(
-        f"the commit's hyperparameters are invalid: {error}. Remove the commit; the run then resumes from the one "
-        "before."
-    )

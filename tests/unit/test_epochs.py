@@ -77,7 +77,7 @@ def test_a_scheduler_that_becomes_one_of_epochs_continues_at_the_epoch(new_run: 
         run._loop.finish()
 
     train_by_steps(new_run(ROWS, steps=7))
-    run = new_run(ROWS, steps=10)
+    run = new_run(ROWS, steps=10, checkpoint={"hyperparameters": "code"})
     assert rates_of(run) == [0.25, 0.25, 0.125]
     [event] = client_of(run).events_of("hyperparameters_differ")
     assert event["changes"] == [{"name": "ExponentialLR.every", "saved": "step", "now": "epoch"}]

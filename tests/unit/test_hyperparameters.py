@@ -15,9 +15,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from elastic_ddp.driver.display import describe_event
 from elastic_ddp.errors import CheckpointError, ConfigError
 from elastic_ddp.telemetry.event import parse
-from elastic_ddp.worker import hyperparameters
 from elastic_ddp.worker.run import Run
-from tests.unit.single_worker import Model, NewRun, StepCounter, client_of, compute_gradients
+from tests.unit.single_worker import Model, NewRun, client_of, compute_gradients
 
 Schedule = Callable[[Optimizer, int], LRScheduler]
 NewOptimizer = Callable[..., Optimizer]
@@ -44,6 +43,11 @@ def changes_of(run: Run) -> dict[str, tuple[Any, Any]]:
     """The changes in the ledger, by name."""
     events = client_of(run).events_of("hyperparameters_differ")
     return {change["name"]: (change["saved"], change["now"]) for event in events for change in event["changes"]}
+
+
+def chained(optimizer: Optimizer, steps: int) -> LRScheduler:
+    parts = [schedulers.LinearLR(optimizer, 0.1, total_iters=2), schedulers.CosineAnnealingLR(optimizer, T_max=steps)]
+    return schedulers.ChainedScheduler(parts)
 
 
 SCHEDULES: dict[str, Schedule] = {
@@ -74,31 +78,122 @@ SCHEDULES: dict[str, Schedule] = {
         ],
         milestones=[2],
     ),
-    "chained": lambda optimizer, steps: schedulers.ChainedScheduler(
-        [schedulers.LinearLR(optimizer, 0.1, total_iters=2), schedulers.CosineAnnealingLR(optimizer, T_max=steps)]
-    ),
 }
+FUNCTIONS = ("lambda", "partial", "sequential lambda")
+CODE = {"hyperparameters": "code"}
 
 
 @pytest.mark.parametrize("kind", SCHEDULES)
-def test_a_schedule_over_more_steps_continues_at_its_own_point(new_run: NewRun, kind: str) -> None:
-    """A run that is given more steps has the learning rates of one that had them from the start, bit for bit."""
+def test_a_resume_keeps_the_saved_schedule_and_lists_the_edits(new_run: NewRun, kind: str) -> None:
+    def schedule(optimizer: Optimizer, steps: int) -> LRScheduler:
+        return SCHEDULES[kind](optimizer, 12 if steps == 6 else 24)
+
+    trained(new_run(steps=6), schedule=schedule)
+    resumed = new_run(steps=8)
+    expected = trained(new_run(folder="calm", steps=8), schedule=lambda sgd, _: SCHEDULES[kind](sgd, 12))[6:]
+    if kind in FUNCTIONS:  # code, which is neither saved nor compared
+        assert trained(resumed, schedule=schedule)[0] == expected[0] and not changes_of(resumed)
+    else:
+        assert trained(resumed, schedule=schedule) == expected and changes_of(resumed)
+
+
+@pytest.mark.parametrize("kind", SCHEDULES)
+def test_a_schedule_over_more_steps_continues_at_its_own_point_with_the_code(new_run: NewRun, kind: str) -> None:
     trained(new_run(steps=6), schedule=SCHEDULES[kind])
-    longer = new_run(steps=12)
-    assert (
-        trained(longer, schedule=SCHEDULES[kind])
-        == trained(new_run(folder="new", steps=12), schedule=SCHEDULES[kind])[6:]
-    )
-    assert changes_of(longer)
+    longer = new_run(steps=12, checkpoint=CODE)
+    rates = [each["lr"] for each in trained(longer, schedule=SCHEDULES[kind])]
+    fresh = [each["lr"] for each in trained(new_run(folder="new", steps=12), schedule=SCHEDULES[kind])[6:]]
+    since = 1 if kind in FUNCTIONS else 0  # a function takes effect in the next step
+    assert rates[since:] == pytest.approx(fresh[since:])
+    assert bool(changes_of(longer)) == (kind not in FUNCTIONS)
 
 
 @pytest.mark.parametrize(("before", "after"), [("exponential", "steps"), ("steps", "cosine"), ("chained", "one cycle")])
-def test_a_scheduler_of_another_class_continues_at_its_own_point(new_run: NewRun, before: str, after: str) -> None:
-    trained(new_run(steps=6), schedule=SCHEDULES[before])
-    run = new_run(steps=12)
-    expected = trained(new_run(folder="new", steps=12), schedule=SCHEDULES[after])[6:]
-    assert [each["lr"] for each in trained(run, schedule=SCHEDULES[after])] == [each["lr"] for each in expected]
+def test_a_scheduler_of_another_class_needs_the_hyperparameters_of_the_code(
+    new_run: NewRun, before: str, after: str
+) -> None:
+    all_schedules = SCHEDULES | {"chained": chained}
+    trained(new_run(steps=6), schedule=all_schedules[before])
+    with pytest.raises(CheckpointError, match=r'scheduler 0 is a .* in the commit, and a .*hyperparameters = "code"'):
+        trained(new_run(steps=12), schedule=all_schedules[after])
+    run = new_run(steps=12, checkpoint=CODE)
+    expected = trained(new_run(folder="new", steps=12), schedule=all_schedules[after])[6:]
+    rates = [each["lr"] for each in trained(run, schedule=all_schedules[after])]
+    assert rates == pytest.approx([each["lr"] for each in expected])
     assert "scheduler 0" in changes_of(run)
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        ("ChainedScheduler", "takes 1 positional argument"),
+        ("MultiplicativeLR", "follow from the steps before"),
+        ("LinearLR", "the optimizer has 2 schedulers"),
+        ("OneCycleLR", "Tried to step 6 times"),
+    ],
+)
+def test_a_changed_schedule_that_cannot_be_moved_is_an_error(new_run: NewRun, kind: str, reason: str) -> None:
+    def train(run: Run, length: int, lr: float) -> None:
+        model: Any = run.prepare(Model())
+        optimizer = run.prepare(SGD(model.parameters(), lr=lr))
+        match kind:
+            case "ChainedScheduler":
+                run.prepare(chained(optimizer, length))
+            case "MultiplicativeLR":
+                run.prepare(schedulers.MultiplicativeLR(optimizer, lambda _: 0.9))
+            case "LinearLR":
+                run.prepare(schedulers.LinearLR(optimizer, 0.1, total_iters=length))
+                run.prepare(schedulers.ExponentialLR(optimizer, 0.9))
+            case _:
+                run.prepare(SCHEDULES["one cycle"](optimizer, length))
+        for step in run.steps():
+            with step:
+                compute_gradients(step, model)
+                step.optimize()
+        run._loop.finish()
+
+    train(new_run(), 8, 0.1)
+    with pytest.raises(ConfigError, match=rf"{kind} has changed since .* moved to step 6, .*{reason}.* LambdaLR"):
+        train(new_run(steps=8, checkpoint=CODE), 4, 0.2)
+
+
+def test_saved_hyperparameters_are_kept_and_each_difference_is_listed_in_each_session(new_run: NewRun) -> None:
+    first = trained(new_run(), schedule=SCHEDULES["cosine"])
+    for steps in (8, 10):
+        run = new_run(steps=steps)
+        settings = trained(run, partial(SGD, lr=0.1 + 0.2, weight_decay=0.1), SCHEDULES["cosine"])
+        assert [each["weight_decay"] for each in settings] == [first[0]["weight_decay"]] * 2
+        [event] = client_of(run).events_of("hyperparameters_differ")
+        assert describe_event(parse(event)) == (
+            f"[step {steps - 2}] hyperparameters differ between the commit and the code; the saved values are used; "
+            'checkpoint.hyperparameters = "code" uses those in the code:'
+            f"\n  SGD.weight_decay: 0 -> 0.1\n  SGD.lr: 0.1 -> 0.3\n  CosineAnnealingLR.T_max: 6 -> {steps}"
+        )
+
+
+def test_the_next_resume_with_the_code_compares_with_the_code_of_the_last(new_run: NewRun) -> None:
+    trained(new_run(steps=2))
+    runs = []
+    for number, rate in enumerate([0.05, 0.05, 0.1], start=2):
+        runs.append(new_run(steps=2 * number, checkpoint=CODE))
+        assert [each["lr"] for each in trained(runs[-1], partial(SGD, lr=rate))] == [rate] * 2
+    assert [changes_of(run) for run in runs] == [{"SGD.lr": (0.1, 0.05)}, {}, {"SGD.lr": (0.05, 0.1)}]
+    [event] = client_of(runs[0]).events_of("hyperparameters_differ")
+    assert describe_event(parse(event)) == (
+        "[step 2] hyperparameters differ between the commit and the code; the values in the code are used from here on:"
+        "\n  SGD.lr: 0.1 -> 0.05"
+    )
+
+
+def test_an_edited_learning_rate_keeps_the_place_in_the_schedule(new_run: NewRun) -> None:
+    trained(new_run(), schedule=SCHEDULES["cosine"])
+    run = new_run(checkpoint=CODE)
+    model: Any = run.prepare(Model())
+    optimizer = run.prepare(SGD(model.parameters(), lr=0.2))
+    run.prepare(schedulers.CosineAnnealingLR(optimizer, T_max=12))
+    assert list(run.steps()) == []
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.1)
+    assert changes_of(run) == {"SGD.lr": (0.1, 0.2), "CosineAnnealingLR.T_max": (6, 12)}
 
 
 @pytest.mark.parametrize(
@@ -127,7 +222,7 @@ def test_an_edited_setting_of_the_optimizer_counts_and_is_listed(
     new_run: NewRun, before: NewOptimizer, after: NewOptimizer, names: dict[str, Any]
 ) -> None:
     [*_, saved] = trained(new_run(), before)
-    run = new_run(steps=8)
+    run = new_run(steps=8, checkpoint=CODE)
     settings = trained(run, after)
     new = after([torch.nn.Parameter(torch.zeros(1))]).param_groups[0]
     for key in saved:
@@ -138,7 +233,7 @@ def test_an_edited_setting_of_the_optimizer_counts_and_is_listed(
 def test_the_moments_are_kept_when_a_setting_is_edited(new_run: NewRun) -> None:
     moments = []
     for rate in (0.1, 0.05):
-        run = new_run()
+        run = new_run(checkpoint=CODE)
         model: Any = run.prepare(Model())
         optimizer = run.prepare(AdamW(model.parameters(), lr=rate))
         if rate == 0.1:
@@ -153,17 +248,6 @@ def test_the_moments_are_kept_when_a_setting_is_edited(new_run: NewRun) -> None:
     assert len(moments[0]) == 6 and all(map(torch.equal, *moments))
 
 
-def test_an_edited_learning_rate_keeps_the_place_in_the_schedule(new_run: NewRun) -> None:
-    trained(new_run(), schedule=SCHEDULES["cosine"])
-    run = new_run()
-    model: Any = run.prepare(Model())
-    optimizer = run.prepare(SGD(model.parameters(), lr=0.2))
-    run.prepare(schedulers.CosineAnnealingLR(optimizer, T_max=12))
-    assert list(run.steps()) == []
-    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.1)
-    assert changes_of(run) == {"SGD.lr": (0.1, 0.2), "CosineAnnealingLR.T_max": (6, 12)}
-
-
 def test_an_edited_weight_decay_does_not_touch_the_schedule(new_run: NewRun) -> None:
     calm = trained(new_run(folder="calm", steps=8), schedule=lambda sgd, _: schedulers.ExponentialLR(sgd, 0.9))
 
@@ -171,7 +255,7 @@ def test_an_edited_weight_decay_does_not_touch_the_schedule(new_run: NewRun) -> 
         return schedulers.ExponentialLR(optimizer, 0.9)
 
     trained(new_run(), schedule=decayed)
-    run = new_run(steps=8)
+    run = new_run(steps=8, checkpoint=CODE)
     settings = trained(run, partial(SGD, lr=0.1, weight_decay=0.1), decayed)
     assert [each["lr"] for each in settings] == [each["lr"] for each in calm[6:]]
     assert changes_of(run) == {"SGD.weight_decay": (0, 0.1)}
@@ -186,7 +270,7 @@ def test_betas_edited_under_a_schedule_of_betas_keep_their_place(new_run: NewRun
 
     trained(new_run(), adamw(0.999), schedule)
     expected = trained(new_run(folder="new", steps=8), adamw(0.99), schedule)
-    assert trained(new_run(steps=8), adamw(0.99), schedule) == expected[6:]
+    assert trained(new_run(steps=8, checkpoint=CODE), adamw(0.99), schedule) == expected[6:]
 
 
 def test_an_edit_of_one_param_group_is_listed_with_its_number(new_run: NewRun) -> None:
@@ -209,7 +293,8 @@ def test_another_number_of_param_groups_is_an_error(new_run: NewRun) -> None:
         trained(new_run(), lambda parameters: SGD([{"params": [each]} for each in parameters], lr=0.1))
 
 
-def test_the_same_code_continues_with_the_same_bits_and_lists_nothing(new_run: NewRun) -> None:
+@pytest.mark.parametrize("used", ["saved", "code"])
+def test_the_same_code_continues_with_the_same_bits_and_lists_nothing(new_run: NewRun, used: str) -> None:
     """Also if the training function changes the learning rate beside the schedule."""
 
     def train(run: Run, until: int) -> tuple[str, float]:
@@ -226,40 +311,9 @@ def test_the_same_code_continues_with_the_same_bits_and_lists_nothing(new_run: N
         return weights, optimizer.param_groups[0]["lr"]
 
     train(new_run(), until=6)
-    resumed = new_run(steps=8)
+    resumed = new_run(steps=8, checkpoint={"hyperparameters": used})
     assert train(resumed, until=8) == train(new_run(folder="calm", steps=8), until=8)
     assert changes_of(resumed) == {}
-
-
-def test_a_lambda_that_reads_registered_state_continues_with_the_same_bits(new_run: NewRun) -> None:
-    """Its value at the last step follows from the state before that step, which a commit does not have."""
-
-    def train(run: Run) -> tuple[str, float]:
-        model: Any = run.prepare(Model())
-        optimizer = run.prepare(SGD(model.parameters(), lr=0.1))
-        counter = StepCounter()
-        run.register("counter", counter)
-        run.prepare(schedulers.LambdaLR(optimizer, lambda _: 1 / (1 + len(counter.steps))))
-        for step in run.steps():
-            with step:
-                compute_gradients(step, model)
-                step.optimize()
-                counter.steps.append(step.index)
-        return run._loop.finish()["weights_sha256"], optimizer.param_groups[0]["lr"]
-
-    train(new_run())
-    resumed = new_run(steps=8)
-    assert train(resumed) == train(new_run(folder="calm", steps=8))
-    assert changes_of(resumed) == {}
-
-
-def test_the_next_resume_compares_with_the_code_of_the_last(new_run: NewRun) -> None:
-    rates = [0.1, 0.05, 0.05, 0.1]
-    runs = [new_run(steps=2 * number) for number in (1,)]
-    for number, rate in enumerate(rates, start=1):
-        runs.append(new_run(steps=2 * number))
-        assert [each["lr"] for each in trained(runs[-1], partial(SGD, lr=rate))] == [rate] * 2
-    assert [changes_of(run) for run in runs[2:]] == [{"SGD.lr": (0.1, 0.05)}, {}, {"SGD.lr": (0.05, 0.1)}]
 
 
 def test_a_schedule_of_momentum_can_be_added(new_run: NewRun) -> None:
@@ -269,13 +323,7 @@ def test_a_schedule_of_momentum_can_be_added(new_run: NewRun) -> None:
     sgd = partial(SGD, lr=0.1, momentum=0.9)
     trained(new_run(), sgd, schedule(False))
     expected = trained(new_run(folder="new", steps=8), sgd, schedule(True))
-    assert trained(new_run(steps=8), sgd, schedule(True)) == expected[6:]
-
-
-def test_a_schedule_that_ends_before_the_run_stands_is_an_error(new_run: NewRun) -> None:
-    trained(new_run(), schedule=SCHEDULES["one cycle"])
-    with pytest.raises(ConfigError, match=r"OneCycleLR has changed since .* be stepped 6 times, .* run\.total_steps"):
-        trained(new_run(steps=8), schedule=lambda optimizer, _: SCHEDULES["one cycle"](optimizer, 4))
+    assert trained(new_run(steps=8, checkpoint=CODE), sgd, schedule(True)) == expected[6:]
 
 
 class Warmup:
@@ -293,7 +341,7 @@ def test_the_attributes_of_a_lambda_with_state_are_compared_by_name(new_run: New
         return lambda optimizer, _: schedulers.LambdaLR(optimizer, Warmup(steps))
 
     trained(new_run(), schedule=warmup(10))
-    run = new_run(steps=8)
+    run = new_run(steps=8, checkpoint=CODE)
     expected = trained(new_run(folder="new", steps=8), schedule=warmup(20))[6:]
     assert trained(run, schedule=warmup(20)) == expected
     assert changes_of(run)["LambdaLR.lr_lambdas[0].steps"] == (10, 20)
@@ -318,63 +366,6 @@ def with_plateau(run: Run, patience: int, rate: float = 0.1) -> list[float]:
 
 def test_the_patience_of_a_registered_plateau_scheduler_can_be_edited(new_run: NewRun) -> None:
     assert with_plateau(new_run(steps=4), patience=1) == [0.1, 0.1, 0.05, 0.05]
-    run = new_run(steps=8)
+    run = new_run(steps=8, checkpoint=CODE)
     assert with_plateau(run, patience=2) == [0.05, 0.025, 0.025, 0.025]  # the count of bad steps goes on
     assert changes_of(run) == {"ReduceLROnPlateau.patience": (1, 2)}
-
-
-def with_warmup_and_plateau(run: Run, steps: int, reduces: bool, rate: float = 0.1) -> list[float]:
-    """Warms up beside a plateau scheduler. Returns the learning rate after each step."""
-    model: Any = run.prepare(Model())
-    optimizer = run.prepare(SGD(model.parameters(), lr=rate))
-    run.prepare(schedulers.LinearLR(optimizer, 0.1, total_iters=steps))
-    plateau = schedulers.ReduceLROnPlateau(optimizer, factor=0.5, patience=1)
-    run.register("plateau", plateau)
-    rates = []
-    for step in run.steps():
-        with step:
-            compute_gradients(step, model)
-            step.optimize()
-            plateau.step(1.0 if reduces and step.index < 6 else -step.index)
-        rates.append(optimizer.param_groups[0]["lr"])
-    run._loop.finish()
-    return rates
-
-
-@pytest.mark.parametrize("rate", [0.1, 0.04])
-def test_a_replayed_warmup_keeps_what_a_plateau_scheduler_has_reduced(new_run: NewRun, rate: float) -> None:
-    assert with_warmup_and_plateau(new_run(steps=6), 3, True)[-1] == pytest.approx(0.025)
-    resumed = with_warmup_and_plateau(new_run(steps=10), 8, True, rate)
-    unreduced = with_warmup_and_plateau(new_run(steps=10, folder="new"), 8, False, rate)[6:]
-    assert resumed == pytest.approx([each / 4 for each in unreduced])
-
-
-def test_a_replay_without_reductions_keeps_the_bits(new_run: NewRun) -> None:
-    with_warmup_and_plateau(new_run(steps=6), 3, False)
-    expected = with_warmup_and_plateau(new_run(steps=10, folder="new"), 8, False)[6:]
-    assert with_warmup_and_plateau(new_run(steps=10), 8, False) == expected
-
-
-def test_a_long_replay_reports_that_it_makes_progress(new_run: NewRun, monkeypatch: pytest.MonkeyPatch) -> None:
-    def num_ticks(steps_per_tick: int) -> int:
-        monkeypatch.setattr(hyperparameters, "_STEPS_PER_TICK", steps_per_tick)
-        folder = str(steps_per_tick)
-        trained(new_run(steps=6, folder=folder), schedule=SCHEDULES["cosine"])
-        run = new_run(steps=7, folder=folder)
-        ticks: list[int] = []
-        monkeypatch.setattr(client_of(run).activity, "tick", lambda: ticks.append(1))
-        trained(run, schedule=SCHEDULES["cosine"])
-        return len(ticks)
-
-    assert num_ticks(1) == num_ticks(1000) + 5
-
-
-def test_the_console_lists_each_difference_with_both_values(new_run: NewRun) -> None:
-    trained(new_run(), schedule=SCHEDULES["cosine"])
-    run = new_run(steps=8)
-    trained(run, partial(SGD, lr=0.1 + 0.2, weight_decay=0.1), SCHEDULES["cosine"])
-    [event] = client_of(run).events_of("hyperparameters_differ")
-    assert describe_event(parse(event)) == (
-        "[step 6] hyperparameters differ between the commit and the code; the values in the code are used from here on:"
-        "\n  SGD.weight_decay: 0 -> 0.1\n  SGD.lr: 0.1 -> 0.3\n  CosineAnnealingLR.T_max: 6 -> 8"
-    )

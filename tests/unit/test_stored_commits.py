@@ -116,7 +116,7 @@ def test_a_run_resumes_from_a_stored_commit_and_finishes(new_run: NewRun, stored
 
 
 def test_a_stored_commit_has_the_hyperparameters_of_its_code(new_run: NewRun, stored: Path) -> None:
-    run = new_run(folder="stored/ddp", steps=8)
+    run = new_run(folder="stored/ddp", steps=8, checkpoint={"hyperparameters": "code"})
     model: Any = run.prepare(Model())
     optimizer = run.prepare(torch.optim.AdamW(model.parameters(), lr=0.3, weight_decay=0.5))
     scheduler = run.prepare(torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5))
