@@ -7,8 +7,7 @@ from typing import Any
 
 from elastic_ddp.errors import CheckpointError, ConfigError
 from elastic_ddp.worker import hyperparameters
-from elastic_ddp.worker.hyperparameter_changes import Change
-from elastic_ddp.worker.hyperparameters import PREPARED, Prepared, invalid
+from elastic_ddp.worker.hyperparameters import PREPARED, Change, Prepared, invalid
 from elastic_ddp.worker.train_state import MALFORMED, TrainState
 
 
