@@ -42,9 +42,8 @@ from elastic_ddp.telemetry.step_values import steps_record
 from elastic_ddp.telemetry.versions import versions
 from elastic_ddp.worker.commit_schedule import CommitSchedule
 from elastic_ddp.worker.job import COMMITS
-from elastic_ddp.worker.newest_commit import check_no_commits, newest_before
 from elastic_ddp.worker.nonfinite import weights_error
-from elastic_ddp.worker.restore import restore
+from elastic_ddp.worker.restore import check_no_commits, newest_before, restore
 
 if TYPE_CHECKING:
     from collections.abc import Callable
