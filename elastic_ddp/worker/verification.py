@@ -7,7 +7,7 @@ import json
 import platform
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
+from operator import methodcaller
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -51,10 +51,12 @@ class StepDisputedError(PeerFailedError):
 class Verification:
     """What one rank computes and finds in a verified step, which needs `reduction = "canonical"` and several ranks.
 
-    Call `keep` for each micro-batch of this rank, `exchange` before the last of them, `record` for what this rank
-    computes for others, and `conclude` when all gradients are reduced and nothing has changed yet.
+    Create it after `Strategy.begin_step`. Call `keep` for each micro-batch of this rank, `exchange` before the last of
+    them, `record` for what this rank computes for others, and `conclude` when all gradients are reduced and nothing has
+    changed yet.
 
     Attributes:
+        number: how many steps were verified before.
         checks: what is compared.
         nodes: the nodes of all ranks, after `conclude`.
         verified: steps done in the newest verified state, after `conclude` as any rank knows it; None if there is none.
@@ -66,36 +68,23 @@ class Verification:
     group: ProcessGroup
     strategy: Strategy
     node: str
-    checks: tuple[Check, ...]
+    number: int
     dispute: Dispute | None = None
     verified: int | None = None
     update: int = 0
     act_on: Callable[[Verdict, Verification], None] = lambda verdict, verification: None
+    checks: tuple[Check, ...] = field(init=False)
     nodes: tuple[str, ...] = ()
     _digests: dict[int, list[torch.Tensor]] = field(default_factory=dict)
     _kept: dict[int, tuple[list[int], np.ndarray]] = field(default_factory=dict)
     """Of micro-batches that others compute again, the sizes of the parts of `packing.dump`, and the parts in a row."""
 
-    @classmethod
-    def begin(
-        cls,
-        group: ProcessGroup,
-        strategy: Strategy,
-        node: str,
-        number: int,
-        dispute: Dispute | None,
-        verified: int | None,
-        update: int = 0,
-        act_on: Callable[[Verdict, Verification], None] = lambda verdict, verification: None,
-    ) -> Verification:
-        """Begins a verified step, after `Strategy.begin_step`; `number` counts verified steps."""
-        owned = [[m for m in owned if m < strategy.num_leaves] for owned in strategy.ranges]
-        offset = group.assignment.mirror_offset
-        checks = plan_checks(number, owned, offset) if dispute is None else dispute.checks
-        verification = cls(group, strategy, node, checks, dispute, verified, update, act_on)
-        own = [check.micro_batch for check in checks if check.owner == group.rank]
-        strategy.watch(own, verification.record)
-        return verification
+    def __post_init__(self) -> None:
+        owned = [[m for m in owned if m < self.strategy.num_leaves] for owned in self.strategy.ranges]
+        planned = plan_checks(self.number, owned, self.group.assignment.mirror_offset)
+        self.checks = planned if self.dispute is None else self.dispute.checks
+        own = [check.micro_batch for check in self.checks if check.owner == self.group.rank]
+        self.strategy.watch(own, self.record)
 
     def keep(self, micro_batch: int, rows: Any) -> None:
         """Copies the rows of a micro-batch of this rank, before the training function can change them."""
@@ -129,7 +118,7 @@ class Verification:
                 # product depend on how the memory is aligned.
                 parts = np.split(contents[check.micro_batch], ends)
                 rows = load([torch.from_numpy(part).clone().numpy() for part in parts])
-                to_device = partial(_to, device)
+                to_device = methodcaller("to", device)
                 yield check.micro_batch, map_tensors(to_device, rows, to_device)
 
     def record(self, micro_batch: int, digests: torch.Tensor) -> None:
@@ -173,10 +162,6 @@ def _places(verdict: Verdict, reports: Sequence[Report]) -> str:
         places = [f"{place}, {reports[rank].machine}" for place, rank in zip(places, ranks, strict=True)]
         places.append(f"all machines: {'; '.join(others)}")
     return f" ({'; '.join(places)})" if ranks else ""
-
-
-def _to(device: torch.device, value: Any) -> Any:
-    return value.to(device)
 
 
 def _machine(device: torch.device) -> str:

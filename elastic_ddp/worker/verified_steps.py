@@ -75,7 +75,7 @@ class VerifiedSteps:
         self._answering = request
 
         def begin(strategy: Strategy, update: int) -> Verification:
-            return Verification.begin(
+            return Verification(
                 generation.group,
                 strategy,
                 node=self._client.member.node,
