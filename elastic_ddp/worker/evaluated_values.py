@@ -53,14 +53,10 @@ class Unmeasured(float):
     def __len__(self) -> int:
         return 0
 
-    def keys(self) -> tuple[str, ...]:
+    def keys(self) -> tuple[Any, ...]:
         return ()
 
-    def values(self) -> tuple[float, ...]:
-        return ()
-
-    def items(self) -> tuple[tuple[str, float], ...]:
-        return ()
+    values = items = keys
 
 
 class Collected(ABC):

@@ -85,11 +85,16 @@ class Mirror:
 
     def _own_tensors(self) -> dict[str, DTensor]:
         """Returns the sharded tensors of this rank: parameters, and the state of the optimizers."""
-        optimizers = {
-            str(number): named_state(optimizer, group_names(optimizer, self._module))
-            for number, optimizer in enumerate(self._own_optimizers)
+        return self._sharded(dict(self._module.named_parameters()), self._own_optimizers)
+
+    def _sharded(
+        self, parameters: Mapping[str, torch.Tensor], optimizers: list[torch.optim.Optimizer]
+    ) -> dict[str, DTensor]:
+        states = {
+            str(number): named_state(optimizer, group_names(own, self._module))
+            for number, (own, optimizer) in enumerate(zip(self._own_optimizers, optimizers, strict=True))
         }
-        tensors = dict(self._module.named_parameters()) | flatten({"optimizer": optimizers})[1]
+        tensors = {**parameters, **flatten({"optimizer": states})[1]}
         return {name: tensor for name, tensor in tensors.items() if is_dtensor(tensor)}
 
     def _receive(self, own: Mapping[str, DTensor]) -> dict[str, torch.Tensor]:
@@ -159,12 +164,8 @@ class Mirror:
 
     def _tensors(self) -> dict[str, torch.Tensor]:
         """Returns the mirrored rows of what `_own_tensors` returns."""
-        optimizers = {
-            str(number): named_state(copied, group_names(own, self._module))
-            for number, (own, copied) in enumerate(zip(self._own_optimizers, self._optimizers, strict=True))
-        }
-        tensors = self._parameters | flatten({"optimizer": optimizers})[1]
-        return {name: local_part(tensor.detach()) for name, tensor in tensors.items() if is_dtensor(tensor)}
+        tensors = self._sharded(self._parameters, self._optimizers)
+        return {name: local_part(tensor.detach()) for name, tensor in tensors.items()}
 
     @property
     def is_due(self) -> bool:
