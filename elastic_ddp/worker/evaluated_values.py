@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import operator
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -59,20 +58,8 @@ class Unmeasured(float):
     values = items = keys
 
 
-class Collected(ABC):
-    """What this rank's micro-batches returned."""
-
-    @abstractmethod
-    def add(self, step: int, batch: MicroBatch, result: Any) -> None:
-        """Adds what the loss function returned for a micro-batch. Raises a ConfigError if it has another form."""
-
-    @abstractmethod
-    def combine(self, group: ProcessGroup) -> Any:
-        """Returns the result, a number or a dict of numbers, identical on all ranks. Collective."""
-
-
-class CollectedMeans(Collected):
-    """One or several weighted means."""
+class CollectedMeans:
+    """One or several weighted means of what this rank's micro-batches returned."""
 
     def __init__(self, num_steps: int, num_micro_batches: int) -> None:
         self._shape = (2, num_steps, num_micro_batches)
@@ -81,6 +68,7 @@ class CollectedMeans(Collected):
         self._names: list[str] | None = None
 
     def add(self, step: int, batch: MicroBatch, result: Any) -> None:
+        """Adds what the loss function returned for a micro-batch. Raises a ConfigError if it has another form."""
         values = result if isinstance(result, Mapping) else {ONLY: result}
         self._names = _check_names(self._names, list(values))
         for name, value in values.items():
@@ -88,6 +76,7 @@ class CollectedMeans(Collected):
             sums[:, step, batch.index] = _weighted(value, batch.num_rows)
 
     def combine(self, group: ProcessGroup) -> Any:
+        """Returns the result, a number or a dict of numbers, identical on all ranks. Collective."""
         names: list[str] | None = None
         for part in group.all_gather_bytes(json.dumps(self._names).encode()):
             if (theirs := json.loads(part)) is not None:  # a rank without rows has no names
@@ -100,7 +89,7 @@ class CollectedMeans(Collected):
         return means[ONLY] if names == [ONLY] else means
 
 
-class CollectedRows(Collected):
+class CollectedRows:
     """Values of each row, from which `compute_metrics` computes the result on rank 0."""
 
     def __init__(self, compute_metrics: Callable[[Any], Any]) -> None:
@@ -109,6 +98,7 @@ class CollectedRows(Collected):
         self._values: list[dict[str, torch.Tensor]] = []
 
     def add(self, step: int, batch: MicroBatch, result: Any) -> None:
+        """Adds what the loss function returned for a micro-batch. Raises a ConfigError if it has another form."""
         values = result if isinstance(result, Mapping) else {ONLY: result}
         names = list(self._values[0]) if self._values else None
         _check_names(names, list(values))
@@ -116,6 +106,7 @@ class CollectedRows(Collected):
         self._values.append({name: _rows_of(name, value, batch.num_rows) for name, value in values.items()})
 
     def combine(self, group: ProcessGroup) -> Any:
+        """Returns the result, a number or a dict of numbers, identical on all ranks. Collective."""
         own = b""
         if self._values:
             columns = {name: torch.cat([values[name] for values in self._values]) for name in self._values[0]}

@@ -20,7 +20,7 @@ from elastic_ddp.data.user_code import environment
 from elastic_ddp.distributed.buffer_sync import StepBuffers
 from elastic_ddp.errors import ConfigError
 from elastic_ddp.seeding import preserve_rng_state, seed_all
-from elastic_ddp.worker.evaluated_values import Collected, CollectedMeans, CollectedRows
+from elastic_ddp.worker.evaluated_values import CollectedMeans, CollectedRows
 from elastic_ddp.worker.job import has_commits
 
 if TYPE_CHECKING:
@@ -64,9 +64,11 @@ def evaluate(
         first_step=0,
         last_step=shape.steps_per_epoch,
     )
-    collected: Collected = CollectedMeans(shape.steps_per_epoch, config.num_micro_batches)
-    if compute_metrics is not None:
-        collected = CollectedRows(compute_metrics)
+    collected = (
+        CollectedMeans(shape.steps_per_epoch, config.num_micro_batches)
+        if compute_metrics is None
+        else CollectedRows(compute_metrics)
+    )
     options: dict[str, Any] = {"transform": transform, "collate_fn": collate_fn, "device": device}
     assert generation.state.model is not None
     buffers = StepBuffers(model, generation.state.model.buffer_rules)

@@ -107,7 +107,8 @@ class WeightFiles:
                 else:
                     file = Path(self.storage.uri, name)
                     if "://" in source:
-                        file = _download(self.storage, name, Path(temporary.path, str(number)), tick)
+                        file = Path(temporary.path, str(number))
+                        _download(_bytes_of(self.storage, name, tick), source, file)
                     weights |= _unpickled(file, source)
                 tick()
             yield weights
@@ -191,21 +192,15 @@ def _indexed(storage: Storage) -> list[str]:
     return names
 
 
-def _download(storage: Storage, name: str, file: Path, tick: Callable[[], None]) -> Path:
+def _download(content: _Bytes, source: str, file: Path) -> None:
     try:
-        size = storage.size(name)
         with file.open("wb") as target:
-            for start in range(0, size, _DOWNLOAD_BYTES):
-                buffer = memoryview(bytearray(min(_DOWNLOAD_BYTES, size - start)))
-                target.write(buffer[: storage.read_into(name, start, buffer)])
-                tick()
-    except FileNotFoundError as error:
-        raise CheckpointError(f"{storage.uri}/{name} is missing") from error
+            for start in range(0, content.size, _DOWNLOAD_BYTES):
+                target.write(content.read(start, min(start + _DOWNLOAD_BYTES, content.size)).numpy().data)
     except OSError as error:
         raise StorageError(
-            f"cannot copy {storage.uri}/{name} to {file}: {error.strerror}. Set TMPDIR to a folder with more room."
+            f"cannot copy {source} to {file}: {error.strerror}. Set TMPDIR to a folder with more room."
         ) from error
-    return file
 
 
 @dataclass(frozen=True)
