@@ -80,7 +80,10 @@ class Mirror:
         for number, (optimizer, copied) in enumerate(zip(optimizers, self._optimizers, strict=True)):
             of_groups = group_names(optimizer, module)
             skeleton, tensors = flatten({"optimizer": {str(number): named_state(optimizer, of_groups)}})
-            values = {name: _mirrored(tensor, rows.get(name)) for name, tensor in tensors.items()}
+            values = {
+                name: shard_of(rows[name], tensor) if name in rows else tensor.clone()  # type: ignore[arg-type]
+                for name, tensor in tensors.items()
+            }
             load_named_state(copied, of_groups, unflatten(skeleton, values)["optimizer"][str(number)])
 
     def _own_tensors(self) -> dict[str, DTensor]:
@@ -201,11 +204,6 @@ def find_shortage(needed_bytes: int, group: ProcessGroup, device: torch.device) 
         if needed > free:
             return f"{name} has {free / 1e9:.2f} GB free, and they take {needed / 1e9:.2f} GB there"
     return None
-
-
-def _mirrored(tensor: torch.Tensor, rows: torch.Tensor | None) -> torch.Tensor:
-    """Returns the mirror of a tensor of the state: of its rows, or a copy of what every rank holds."""
-    return tensor.clone() if rows is None else shard_of(rows, tensor)  # type: ignore[arg-type]
 
 
 def _copy_of(

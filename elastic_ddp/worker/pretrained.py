@@ -87,7 +87,11 @@ class PretrainedWeights:
         found = b""
         if group.rank == 0:
             try:
-                files = self._find_files()
+                files = WeightFiles.find(self.uri)
+                if files is not None and self.step is not None:
+                    raise ConfigError(
+                        f"run.load_weights: step={self.step} is for the commits of a run, and {self.uri} is none."
+                    )
                 found = b"" if files is None else json.dumps([files.storage.uri, files.names]).encode()
             except (CheckpointError, ConfigError, StorageError) as raised:
                 error = without_traceback(raised)
@@ -103,14 +107,6 @@ class PretrainedWeights:
                 error = without_traceback(raised)
         agree_on_error(error, group)
         return matching
-
-    def _find_files(self) -> WeightFiles | None:
-        files = WeightFiles.find(self.uri)
-        if files is not None and self.step is not None:
-            raise ConfigError(
-                f"run.load_weights: step={self.step} is for the commits of a run, and {self.uri} is none."
-            )
-        return files
 
     def _load_files(
         self,
