@@ -22,6 +22,7 @@ from elastic_ddp.distributed.store import StoreConnection
 from elastic_ddp.worker.clock import WorkerClock
 from elastic_ddp.worker.generation import Generation, GenerationInputs
 from elastic_ddp.worker.step import Step
+from elastic_ddp.worker.step_plan import StepPlan
 from elastic_ddp.worker.train_state import TrainState
 from fsdp_parts.model import Block
 
@@ -105,7 +106,7 @@ class Ranks:
     def step(self, after_backward: Callable[[int], None] = lambda round: None) -> None:
         """Runs a step, and calls `after_backward` after each backward with its number."""
         index = self.state.position.step
-        step = Step(self.generation, self._shape.rows(index), 0, dict)
+        step = Step(StepPlan(self.generation, self._shape.rows(index)), 0)
         with step:
             for number, rows in enumerate(step.micro_batches()):
                 step.backward(self._model(rows).square().mean())

@@ -37,6 +37,7 @@ from elastic_ddp.worker.membership import RestartTraining, WorkerMembership
 from elastic_ddp.worker.profiling import MEMBERSHIP_CHANGES, StepProfiler
 from elastic_ddp.worker.state_checks import warn_about_batch_norm, warn_about_mirrors, warn_about_schedulers
 from elastic_ddp.worker.step import Step
+from elastic_ddp.worker.step_plan import StepPlan
 from elastic_ddp.worker.train_state import TrainState
 from elastic_ddp.worker.verified_steps import VerifiedSteps
 from elastic_ddp.worker.warmup_step import WarmupStep
@@ -124,9 +125,9 @@ class Loop:
             membership.tasks.begin_step(index)
             self.client.activity.begin(f"the code before step {index}", is_users=True)
             seed_all(self.job.config.seed, index, "begin")
-            rows, epoch, is_logged = shape.rows(index), shape.epoch_of(index), self._is_logged(index)
             verify = self._verified.begin_step(generation, index)
-            self._step = Step(generation, rows, epoch, self._votes, is_logged=is_logged, begin_verification=verify)
+            plan = StepPlan(generation, shape.rows(index), self._votes, self._is_logged(index), verify)
+            self._step = Step(plan, shape.epoch_of(index))
             yield self._step
             step, self._step = self._step, None
             outcome = step.outcome

@@ -9,7 +9,6 @@ from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 
 from elastic_ddp.data.micro_batches import MicroBatch
@@ -17,15 +16,12 @@ from elastic_ddp.distributed.process_group import is_peer_failure
 from elastic_ddp.errors import ConfigError, PeerFailedError
 from elastic_ddp.rendezvous.user_place import frames_of_error
 from elastic_ddp.worker.logged_values import Means
-from elastic_ddp.worker.outcome import FirstError, Outcome, caught_error
-from elastic_ddp.worker.saved_parameters import SavedParameters
-from elastic_ddp.worker.update import StepPlan, Update, name_of, only_trained
-from elastic_ddp.worker.verification import Verification
+from elastic_ddp.worker.outcome import Outcome, caught_error
+from elastic_ddp.worker.step_plan import StepPlan
+from elastic_ddp.worker.update import Update, name_of, only_trained
 
 if TYPE_CHECKING:
     from elastic_ddp.distributed.step_agreement import Agreement
-    from elastic_ddp.distributed.strategy import Strategy
-    from elastic_ddp.worker.generation import Generation
 
 
 class Step:
@@ -53,42 +49,18 @@ class Step:
             updates, whether one of them did.
     """
 
-    def __init__(
-        self,
-        generation: Generation,
-        rows: np.ndarray,
-        epoch: int,
-        votes: Callable[[], dict[str, int]],
-        *,
-        is_logged: bool = False,
-        begin_verification: Callable[[Strategy, int], Verification] | None = None,
-    ) -> None:
-        self.generation = generation
-        self._state = generation.state
-        self._activity = generation.activity
-        self._start = generation.state.position
-        self.index = self._start.step
-        self._first_error = FirstError()
-        self._plan = StepPlan(
-            generation=generation,
-            index=self.index,
-            rows=rows,
-            first_update=len(generation.state.updates),
-            votes=votes,
-            is_logged=is_logged,
-            begin_verification=begin_verification,
-            before_change=self._put_back,
-            first_error=self._first_error,
-        )
-        self._update = Update(self._plan)  # the current one, or the last one
+    def __init__(self, plan: StepPlan, epoch: int) -> None:
+        self._plan, self.index, self.epoch = plan, plan.index, epoch
+        self.generation = plan.generation
+        self._state, self._activity = plan.generation.state, plan.generation.activity
+        self._start = self._state.position
+        self._update = Update(plan)  # the current one, or the last one
         self._num_updates = 0  # that `update` was called for
         self._is_in_update = False
         self._waiting: list[Update] = []  # of functions, which count when an optimizer has stepped
-        self._saved: SavedParameters | None = None  # before a function changed them
         self._kept: list[MicroBatch] = []  # what the first of several updates got
         self._metrics: dict[str, float] = {}  # of the updates before the current one
         self._is_in_block = False
-        self.epoch = epoch
         self.outcome = Outcome()
 
     def __enter__(self) -> Step:
@@ -104,7 +76,7 @@ class Step:
         self._is_in_block = False
         self._update.end()
         self._kept.clear()
-        first_error = self._first_error.take()
+        first_error = self._plan.first_error.take()
         if error is None or isinstance(error, Exception):
             error = first_error or error
         was_changing, self._state.is_changing = self._state.is_changing, False
@@ -116,11 +88,11 @@ class Step:
                 self._state.is_torn, self._state.position = True, self._start
             if self._update.has_begun:
                 self.generation.buffers.revert()
-            self._put_back(with_buffers=True)
+            self._plan.put_back(with_buffers=True)
             if self._state.finish_step is None:
                 self._state.module.zero_grad(set_to_none=True)
             return True
-        self._put_back(with_buffers=True)
+        self._plan.put_back(with_buffers=True)
         if kind is None and error is not None:
             raise caught_error(error, self._update) from error
         if error is None:
@@ -156,12 +128,6 @@ class Step:
         state = self._state
         state.position = state.position.after(int(self._plan.rows.sum()), agreed.row_digests)
         state.updates = []
-
-    def _put_back(self, with_buffers: bool) -> None:
-        """Puts back what a function has changed, if one has."""
-        if self._saved is not None:
-            self._saved.put_back(with_buffers=with_buffers)
-            self._saved = None
 
     # One update, or several.
 
@@ -282,7 +248,7 @@ class Step:
         self._metrics |= self._update.metrics
         self._update, self._num_updates, self._is_in_update = update, number + 1, True
         try:
-            with self._first_error.capture():
+            with self._plan.first_error.capture():
                 if number < len(state.updates):
                     update.repeat(state.updates[number])
                     self.outcome = update.outcome.after(self.outcome)
@@ -291,8 +257,8 @@ class Step:
                 state.is_changing = False  # what the update before has changed is whole
                 if self.generation.is_closed:
                     raise PeerFailedError("a worker failed before the update began")
-                if update.is_temporary and self._saved is None:
-                    self._saved = SavedParameters(state.module)
+                if update.is_temporary:
+                    self._plan.save_parameters()
                 self._activity.begin(repr(update), is_users=True)
                 update.begin()
                 with only_trained(update.strategy.parameters.values(), update.strategy.trained.values()):
@@ -315,7 +281,7 @@ class Step:
             raise ConfigError(f"step {self.index} was used outside its block. Write `with step:` around it.")
         if self._is_in_update:
             raise ConfigError(f"{what} was called in the block of another update. Let one update follow the other.")
-        self._first_error.raise_again(self._update)
+        self._plan.first_error.raise_again(self._update)
         if not self._num_updates and self._update.has_micro_batches:
             raise ConfigError(
                 f"{what} was called after a loop over step.micro_batches() has begun, outside of an update. Put each "
@@ -395,7 +361,7 @@ class Step:
 
     def capture_first_error(self) -> AbstractContextManager[None]:
         """Makes the step fail with the first error raised in this context, even if the training function catches it."""
-        return self._first_error.capture()
+        return self._plan.first_error.capture()
 
     @property
     def loss(self) -> float:

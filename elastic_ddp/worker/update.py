@@ -5,9 +5,9 @@ from __future__ import annotations
 import copy
 import math
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -25,41 +25,12 @@ from elastic_ddp.worker.logged_values import LoggedValues
 from elastic_ddp.worker.loss_scale import LossScale
 from elastic_ddp.worker.loss_weight import check_weight, unit_of
 from elastic_ddp.worker.nonfinite import reason_to_skip, rows_of
-from elastic_ddp.worker.outcome import FirstError, Outcome
+from elastic_ddp.worker.outcome import Outcome
+from elastic_ddp.worker.step_plan import StepPlan
 from elastic_ddp.worker.verification import Verification
 
 if TYPE_CHECKING:
-    from elastic_ddp.distributed.strategy import Strategy
-    from elastic_ddp.worker.generation import Generation
     from elastic_ddp.worker.train_state import ChangedBy
-
-
-@dataclass(frozen=True)
-class StepPlan:
-    """What all updates of a step have in common.
-
-    Attributes:
-        generation: the generation that runs the step.
-        index: the step's number.
-        rows: the number of rows of each micro-batch, shape (M,).
-        first_update: the number of the first update that is not done yet.
-        votes: returns this rank's votes.
-        is_logged: whether the values of the step are gathered.
-        begin_verification: begins to verify an update, given its strategy and its number; None if the step is not
-            verified.
-        before_change: called before optimizers step, with whether they are skipped.
-        first_error: the first error of the step.
-    """
-
-    generation: Generation
-    index: int
-    rows: np.ndarray
-    first_update: int
-    votes: Callable[[], dict[str, int]]
-    is_logged: bool
-    begin_verification: Callable[[Strategy, int], Verification] | None
-    before_change: Callable[[bool], None]
-    first_error: FirstError
 
 
 class Update:
@@ -418,7 +389,7 @@ class Update:
         if is_skipped:
             generation.buffers.revert()
         if not self.is_temporary:
-            self._plan.before_change(is_skipped)
+            self._plan.put_back(with_buffers=is_skipped)
         if not is_skipped:
             self._step_optimizers()
             strategy.reshard()  # a forward before this gathered what has changed

@@ -19,6 +19,7 @@ from elastic_ddp.worker.clock import WorkerClock
 from elastic_ddp.worker.generation import Generation, strategy_of
 from elastic_ddp.worker.loss_scale import LossScale
 from elastic_ddp.worker.step import Step
+from elastic_ddp.worker.step_plan import StepPlan
 from elastic_ddp.worker.train_state import TrainState
 from tests.unit.single_worker import CPU, fake_feed
 
@@ -83,7 +84,7 @@ def run_steps(
     assert config.steps
     clock.phases.begin(0)
     for index in range(config.steps):
-        step = Step(generation, shape.rows(index), shape.epoch_of(index), dict, is_logged=True)
+        step = Step(StepPlan(generation, shape.rows(index), is_logged=True), shape.epoch_of(index))
         with step:
             returned.append(body(step, module))
         losses.append(step.loss)

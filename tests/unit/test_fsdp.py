@@ -24,6 +24,7 @@ from elastic_ddp.errors import ConfigError
 from elastic_ddp.tensors.state_tree import gather_full
 from elastic_ddp.worker.generation import Generation, strategy_of
 from elastic_ddp.worker.step import Step
+from elastic_ddp.worker.step_plan import StepPlan
 from elastic_ddp.worker.train_state import TrainState
 from tests.ranks import run_ranks
 from tests.unit import rank_steps
@@ -201,7 +202,7 @@ def _leaves_early(group: ProcessGroup) -> str:
     feeds = FeedCache(lambda owned, step, after: feed)
     buffers = StepBuffers(state.module)
     generation = Generation(group, state, strategy, buffers, feed, feeds, 0, None)
-    step = Step(generation, rows, 0, dict)
+    step = Step(StepPlan(generation, rows), 0)
     try:
         with step:
             for batch in step.micro_batches():

@@ -18,6 +18,7 @@ from elastic_ddp.tensors.state_tree import gather_full
 from elastic_ddp.worker.evaluation import evaluate
 from elastic_ddp.worker.generation import Generation, strategy_of
 from elastic_ddp.worker.step import Step
+from elastic_ddp.worker.step_plan import StepPlan
 from tests.ranks import run_ranks
 from tests.unit.single_worker import FakeFeed, FakeIndex, fake_feed
 from tests.unit.test_fsdp import CPU, SIZE, M, config_of, data, prepared
@@ -59,7 +60,7 @@ def _after_a_step(group: ProcessGroup) -> list[tuple[list[float], float]]:
         buffers = StepBuffers(state.module)
         generation = Generation(group, state, strategy, buffers, feed, feeds, 0, None)
         votes = dict.fromkeys(("commit", "saving", "stop", "reconfigure"), False)
-        with Step(generation, np.full(M, SIZE), 0, lambda: votes) as step:  # noqa: B023
+        with Step(StepPlan(generation, np.full(M, SIZE), lambda: votes), 0) as step:  # noqa: B023
             for batch in step.micro_batches():
                 step.backward(loss_fn(state.module, batch))
             step.optimize()

@@ -21,6 +21,7 @@ from elastic_ddp.distributed.state_transfer import check_same_model
 from elastic_ddp.errors import ConfigError
 from elastic_ddp.worker.generation import Generation, strategy_of
 from elastic_ddp.worker.step import Step
+from elastic_ddp.worker.step_plan import StepPlan
 from elastic_ddp.worker.train_state import TrainState
 from tests.ranks import run_ranks
 
@@ -205,7 +206,7 @@ def train(
     losses, gathered = [], []
     assert config.steps
     for index in range(config.steps):
-        step = Step(generation, shape.rows(index), shape.epoch_of(index), dict, is_logged=True)
+        step = Step(StepPlan(generation, shape.rows(index), is_logged=True), shape.epoch_of(index))
         with step:
             for batch in step.micro_batches():
                 loss = torch.nn.functional.cross_entropy(model(batch["x"]), batch["y"])

@@ -25,6 +25,7 @@ from elastic_ddp.worker.generation import Generation
 from elastic_ddp.worker.membership import RestartTraining
 from elastic_ddp.worker.run import Run
 from elastic_ddp.worker.step import Step
+from elastic_ddp.worker.step_plan import StepPlan
 from elastic_ddp.worker.train_state import TrainState
 from tests.ranks import run_ranks
 from tests.unit.single_worker import CPU, NewRun, PeerFailures, fake_feed
@@ -110,7 +111,7 @@ def train_on(group: ProcessGroup, name: str) -> tuple[str, dict[str, list[float]
         on_nonfinite="stop",
     )
     for index in range(6):
-        step = Step(generation, shape.rows(index), shape.epoch_of(index), dict)
+        step = Step(StepPlan(generation, shape.rows(index)), shape.epoch_of(index))
         with step:
             for batch in step.micro_batches():
                 loss, rows = model(batch["x"])
