@@ -136,7 +136,7 @@ def _commands(words: str, command: Any) -> Iterator[tuple[str, Any]]:
 def ledger_events() -> str:
     """Returns the page of ledger events: one heading for each, with its description and fields."""
     package = griffe.load("elastic_ddp.telemetry", search_paths=[ROOT])
-    documented = {**package["event"].classes, **package["events"].classes, **package["request_events"].classes}
+    documented = {**package["event"].classes, **package["events"].classes}
     lines = [
         "# Ledger events",
         "",

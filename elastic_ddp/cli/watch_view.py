@@ -23,10 +23,9 @@ from elastic_ddp.formatting import clock_face, first_line, format_rate, format_t
 from elastic_ddp.report.history import read_history
 from elastic_ddp.report.marks import LOOKS
 from elastic_ddp.telemetry import events, phases
-from elastic_ddp.telemetry.description import describe_event, describe_status
+from elastic_ddp.telemetry.description import describe_event, describe_status, state_of
 from elastic_ddp.telemetry.event import Event, last_of
 from elastic_ddp.telemetry.progress import MovingRate
-from elastic_ddp.telemetry.run_state import state_of
 
 MAX_WIDTH = 120
 """Columns that the view uses at most."""

@@ -5,7 +5,6 @@ Open `events.py` first, then `ledger.py`.
 
 from elastic_ddp.telemetry.ledger import Ledger, LedgerReader, new_session, newest_number, read_ledger
 from elastic_ddp.telemetry.progress import Progress
-from elastic_ddp.telemetry.request_events import Profiled
 from elastic_ddp.telemetry.summary import summarize
 
-__all__ = ["Ledger", "LedgerReader", "Profiled", "Progress", "new_session", "newest_number", "read_ledger", "summarize"]
+__all__ = ["Ledger", "LedgerReader", "Progress", "new_session", "newest_number", "read_ledger", "summarize"]

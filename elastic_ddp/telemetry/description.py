@@ -1,14 +1,20 @@
-"""The events of the ledger in words, for terminals."""
+"""The events of the ledger, and what a run does after them, in words for terminals."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 from elastic_ddp.formatting import duration, first_line, last_line, plural
 from elastic_ddp.telemetry import events
-from elastic_ddp.telemetry.event import EXITED, PEER_FAILED, Event
-from elastic_ddp.telemetry.request_events import Profiled
+from elastic_ddp.telemetry.event import EXITED, MEMBERSHIP_CHANGED, PEER_FAILED, STATE_TRANSFERRED, Event
+
+
+class RunState(NamedTuple):
+    """A run's state in words, and whether the run continues by itself."""
+
+    text: str
+    is_live: bool
 
 
 def describe_status(facts: Mapping[str, Any]) -> str:
@@ -16,6 +22,32 @@ def describe_status(facts: Mapping[str, Any]) -> str:
     if facts["status"] != "left":
         return str(facts["status"])
     return f"left its loop at step {facts['steps'] or 0:,} of {facts['total_steps'] or 0:,}"
+
+
+def state_of(ledger: Sequence[Event], *, driver_is_dead: bool = False) -> RunState:
+    """Returns the state after these events. `driver_is_dead`: the driver is known to be dead."""
+    text, outcome, generation = "starting", None, 0
+    for event in ledger:
+        match event:
+            case events.SessionStarted():
+                text, outcome = "starting", None
+            case events.GenerationStarted():
+                text, generation = "training", event.generation
+            case events.EvaluationFinished():
+                text = "training"
+            case events.WorkerFailed():
+                text = PEER_FAILED
+            case events.GenerationEnded(reason=reason) if event.generation == generation:  # a worker may report it late
+                text = "changing workers" if reason in (MEMBERSHIP_CHANGED, STATE_TRANSFERRED) else text
+            case events.EvaluationStarted():
+                text = f"evaluating ({event.name})"
+            case events.RunFinished():
+                outcome = describe_status(vars(event))
+    if outcome is not None:
+        return RunState(outcome, is_live=False)
+    if driver_is_dead:
+        return RunState("its driver died; the same command resumes it", is_live=False)
+    return RunState(text, is_live=True)
 
 
 def describe_event(event: Event, session: int | None = None) -> str | None:
@@ -60,7 +92,7 @@ def describe_event(event: Event, session: int | None = None) -> str | None:
             counts = [f"{len(names)} {kind}" for kind, names in differences.items() if names]
             source = event.uri if event.step is None else f"step {event.step} of {event.uri}"
             return f"loaded weights from {', '.join([source, *counts])}"
-        case Profiled():
+        case events.Profiled():
             last = event.first_step + event.num_steps - 1
             ranks = plural(len(event.ranks), "rank")
             return f"[step {last + 1}] profiled steps {event.first_step}-{last} on {ranks}: {event.folder}"

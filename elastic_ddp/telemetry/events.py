@@ -428,3 +428,16 @@ class StartFailed(Event):
 
     error: str
     """The error message."""
+
+
+class Profiled(GenerationEvent):
+    """Ranks have recorded steps for `elastic-ddp profile`; they were slower. The first of them reports it."""
+
+    first_step: int
+    """Index of the first recorded step, from 0."""
+    num_steps: int
+    """Number of recorded steps."""
+    ranks: list[int]
+    """The ranks that were asked for a trace."""
+    folder: str
+    """Folder of the traces, in the run's folder."""

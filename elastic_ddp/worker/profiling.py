@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from elastic_ddp.checkpoint.background_thread import BackgroundThread
 from elastic_ddp.errors import StorageError, format_exception
-from elastic_ddp.telemetry.events import Warned
-from elastic_ddp.telemetry.request_events import Profiled
+from elastic_ddp.telemetry.events import Profiled, Warned
 from elastic_ddp.worker.trace_recording import TraceRecording
 
 if TYPE_CHECKING:

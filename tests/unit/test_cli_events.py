@@ -23,7 +23,7 @@ from elastic_ddp.report.history import read_history
 from elastic_ddp.storage.lease import DriverLease
 from elastic_ddp.storage.storage import Storage
 from elastic_ddp.telemetry import Ledger, LedgerReader, read_ledger
-from elastic_ddp.telemetry.run_state import state_of
+from elastic_ddp.telemetry.description import state_of
 from tests.unit.ledger_events import ledger_event
 from tests.unit.test_cli import invoke, ledger_of_a_run
 

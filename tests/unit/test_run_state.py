@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from elastic_ddp.telemetry.description import state_of
 from elastic_ddp.telemetry.event import MEMBERSHIP_CHANGED
-from elastic_ddp.telemetry.run_state import state_of
 from tests.unit.ledger_events import ledger_event
 
 
