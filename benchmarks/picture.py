@@ -1,10 +1,10 @@
 """Runs the job of the picture in the README: a small GPT trains while three workers are killed.
 
-The run has up to three workers. At each of three steps one of them, chosen by a seed, gets SIGKILL. Another command
-draws the picture from the ledger:
+The run has up to three workers. At each of three steps one of them, chosen by a seed, gets SIGKILL. Matplotlib draws
+the picture from the ledger:
 
-    python benchmarks/picture.py
-    elastic-ddp report runs/three-kills -o docs/img/run.svg
+    pip install matplotlib
+    python benchmarks/picture.py --output docs/img/run.svg
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ import ray
 import torch
 
 import elastic_ddp as ed
+from elastic_ddp.report.history import read_history
+from elastic_ddp.report.marks import LOOKS
 from elastic_ddp.storage.storage import Storage
 from elastic_ddp.telemetry import read_ledger
 from elastic_ddp.telemetry.events import GenerationFormed, StepsCompleted
@@ -82,10 +84,42 @@ def record(folder: Path, seed: int) -> None:
         driver.wait()
 
 
+def draw(folder: Path, file: Path) -> None:
+    """Draws the workers above the training loss. A line is a failure, and a triangle a worker that joins."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    from matplotlib import pyplot
+
+    history = read_history(read_ledger(Storage(str(folder))))
+    gray = "#6e7781"  # readable on a white and on a black page
+    pyplot.rcParams |= {f"{part}.color": gray for part in ("text", "xtick", "ytick")} | {"axes.labelcolor": gray}
+    figure, (workers, loss) = pyplot.subplots(2, sharex=True, figsize=(8, 4.4), height_ratios=(1, 3), layout="tight")
+    at, sizes = zip(*history.sizes, strict=True)
+    workers.fill_between(at, sizes, step="post", alpha=0.15)
+    workers.step(at, sizes, where="post")
+    loss.plot([point.at for point in history.points], [point.loss for point in history.points])
+    for mark in history.marks:
+        look = LOOKS[mark.kind]
+        if mark.kind == "joined":
+            workers.plot(mark.at, mark.world_size, "^", color=look.color)
+        else:
+            for axis in (workers, loss):
+                axis.axvline(mark.at, color=look.color, linestyle=":")
+        workers.annotate(look.short_words, (mark.at, 1.05 * max(sizes)), color=look.color, annotation_clip=False)
+    workers.set_ylabel("workers")
+    loss.set(ylabel="training loss", xlabel="time in the run (s)", xlim=(history.points[0].at, history.seconds))
+    for axis in (workers, loss):
+        axis.grid(axis="y", alpha=0.3)
+        axis.spines[:].set_visible(False)
+    figure.savefig(file, transparent=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=0, help="decides which workers are killed")
     parser.add_argument("--storage", type=Path, default=Path("runs"), help="folder of the run, which must be new in it")
+    parser.add_argument("--output", type=Path, default=Path("docs/img/run.svg"), help="the picture")
     parser.add_argument("--drive", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     storage = options.storage.resolve()
@@ -95,7 +129,7 @@ def main() -> None:
         parser.error(f"{storage / NAME} exists. Remove it, or use another --storage.")
     else:
         record(storage, options.seed)
-        print(f"now: elastic-ddp report {options.storage / NAME} -o docs/img/run.svg")
+        draw(storage / NAME, options.output)
 
 
 if __name__ == "__main__":

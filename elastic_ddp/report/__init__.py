@@ -1,5 +1,4 @@
-"""A report of runs, from their ledgers: a page for a browser, and a picture.
+"""A report of runs, from their ledgers: a page for a browser.
 
-`history.py` reads a ledger; `timeline.py`, `curves.py` and `costs.py` make charts from it; `page.py` and `picture.py`
-write them.
+`history.py` reads a ledger; `timeline.py`, `curves.py` and `costs.py` make charts from it; `page.py` writes them.
 """

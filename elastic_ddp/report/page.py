@@ -17,7 +17,6 @@ from elastic_ddp.formatting import duration, format_time, plural
 from elastic_ddp.report.costs import commits, stalls, where_the_time_went
 from elastic_ddp.report.curves import gpus, metrics, phases
 from elastic_ddp.report.figure import Chart, color_of
-from elastic_ddp.report.headline import headline
 from elastic_ddp.report.history import History
 from elastic_ddp.report.timeline import timeline
 from elastic_ddp.telemetry.description import describe_status
@@ -89,6 +88,37 @@ def _header(histories: Sequence[History]) -> str:
             lines.append(f"<pre>{_text(error)}</pre>")
     heading = "" if len(histories) == 1 else f"<h1>{len(histories)} runs</h1>"
     return f"<header>{heading}{''.join(lines)}</header>"
+
+
+def headline(summary: Mapping[str, Any]) -> str:
+    """Returns what happened to a run, in one sentence."""
+    sizes = [row["world_size"] for row in summary["generations"]]
+    parts = [f"{_progress(summary)} in {duration(summary['wall_seconds'])}{_on_workers(sizes)}"]
+    lost, drained = summary["workers_lost"], summary["workers_drained"]
+    changes = [f"{plural(lost, 'worker')} failed"] if lost else []
+    changes += [f"{drained:,} drained" if lost else f"{plural(drained, 'worker')} drained"] if drained else []
+    parts.append(", ".join(changes) or "no worker failed or drained")
+    if (resumes := summary["sessions"] - 1) > 0:
+        parts.append("resumed once" if resumes == 1 else f"resumed {resumes:,} times")
+    if (share := summary["goodput"]["goodput"]) is not None:
+        parts.append(f"goodput {share:.1%}")
+    return f"{'; '.join(parts)}."
+
+
+def _progress(summary: Mapping[str, Any]) -> str:
+    steps, total = summary["steps"] or 0, summary["total_steps"]
+    done = f"{steps:,} of {total:,} steps" if total not in (None, steps) else plural(steps, "step")
+    status = str(summary["status"])
+    words = {"finished": "Finished", "running": "Running, with", "dead": "Unfinished: its driver died after"}
+    words |= {"unfinished": "Running or unfinished, with", "left": "Left its loop after"}
+    return f"{words.get(status, f'{status.capitalize()} after')} {done}"
+
+
+def _on_workers(sizes: list[int]) -> str:
+    if not sizes:
+        return ""
+    low, high = min(sizes), max(sizes)
+    return f" on {plural(high, 'worker')}" if low == high else f" on {low:,} to {plural(high, 'worker')}"
 
 
 def _when_and_where(history: History) -> str:

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from elastic_ddp.driver.trainer import ElasticTrainer
-from elastic_ddp.report.headline import headline
 from elastic_ddp.report.history import read_history
+from elastic_ddp.report.page import headline
 from elastic_ddp.storage.storage import Storage
 from elastic_ddp.telemetry.goodput import goodput
 from elastic_ddp.worker.run import Run

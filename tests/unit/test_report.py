@@ -10,17 +10,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
-from xml.etree import ElementTree
 
 import pytest
 
 from elastic_ddp.errors import ConfigError, StorageError
 from elastic_ddp.formatting import duration
-from elastic_ddp.report.headline import headline
 from elastic_ddp.report.history import History, Point, read_history, thin, throughput, with_dead_driver
 from elastic_ddp.report.marks import LOOKS, Kind
-from elastic_ddp.report.page import charts, render_page
-from elastic_ddp.report.picture import draw
+from elastic_ddp.report.page import charts, headline, render_page
 from elastic_ddp.telemetry import Ledger
 from elastic_ddp.telemetry.event import Event
 from tests.unit.report_runs import Recorder, calm, eventful
@@ -310,19 +307,6 @@ def test_the_page_may_run_its_own_scripts_only_and_load_nothing() -> None:
     assert not re.search(r'(src|href)="', page.partition("<script>")[0])
 
 
-def test_the_picture_shows_workers_loss_and_what_happened() -> None:
-    picture = draw(read_history(eventful()))
-    root = ElementTree.fromstring(picture)
-    words = [element.text for element in root.iter("{http://www.w3.org/2000/svg}text")]
-    assert {"workers", "training loss", "time in the run (s)"} <= set(words)
-    assert {"lm", headline(read_history(eventful()).summary)} <= set(words), "its title"
-    assert [word for word in words if word in ("failed", "joined", "drained", "stopped", "resumed")] == [
-        "failed", "joined", "failed", "joined", "drained", "stopped", "resumed",
-    ]  # fmt: skip
-    for events in ([], evil_run(), calm()):
-        ElementTree.fromstring(draw(read_history(events)))
-
-
 def write_run(folder: Path, events: list[Event]) -> str:
     from elastic_ddp.storage.storage import Storage
 
@@ -336,26 +320,22 @@ def write_run(folder: Path, events: list[Event]) -> str:
     return str(folder)
 
 
-def test_the_command_writes_a_page_or_a_picture(tmp_path: Path) -> None:
+def test_the_command_writes_a_page(tmp_path: Path) -> None:
     runs = [write_run(tmp_path / name, eventful()) for name in ("a", "b")]
-    page, picture = tmp_path / "report.html", tmp_path / "run.svg"
+    page = tmp_path / "report.html"
     assert f"written to {page}" in invoke("report", *runs, "-o", str(page)).output
     assert "2 workers failed, 1 drained; resumed once" in page.read_text()
     assert "<h2><span class" in page.read_text() and runs[1] in page.read_text(), "named by their folders"
-    invoke("report", runs[0], "-o", str(picture))
-    assert picture.read_text().startswith("<svg")
 
 
 def test_the_command_refuses_what_it_cannot_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = write_run(tmp_path / "a", calm())
     with pytest.raises(ConfigError, match=r"report\.pdf: unknown suffix\. Use \.html"):
         invoke("report", run, "-o", "report.pdf")
-    with pytest.raises(ConfigError, match=r"a picture shows one run, not 2"):
-        invoke("report", run, run, "-o", "run.svg")
     with pytest.raises(ConfigError, match="there is no run in this folder"):
         invoke("report", str(tmp_path / "nothing"))
-    with pytest.raises(StorageError, match=r"cannot write .*/no/run\.svg: No such file"):
-        invoke("report", run, "-o", str(tmp_path / "no" / "run.svg"))
+    with pytest.raises(StorageError, match=r"cannot write .*/no/report\.html: No such file"):
+        invoke("report", run, "-o", str(tmp_path / "no" / "report.html"))
     for module in ("page", "costs", "curves", "figure", "timeline"):
         monkeypatch.delitem(sys.modules, f"elastic_ddp.report.{module}")
     monkeypatch.setitem(sys.modules, "plotly.graph_objects", None)
