@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from elastic_ddp.telemetry.trace import Interval, intersection, length, union
+from elastic_ddp.telemetry.trace import Interval, length, union
 from gpu_parts.gate import STEP_LABEL
 
 DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
@@ -59,7 +59,7 @@ class Trace:
 
     def _within(self, events: Sequence[dict[str, Any]]) -> list[Interval]:
         """Returns the union of the times of events, inside the window."""
-        return intersection(union(map(interval_of, events)), [self.window])
+        return union(map(interval_of, events), self.window)
 
     def places(self, times: Sequence[float], thread: Any) -> list[str]:
         """Returns the Python functions that a thread was in at each time: the innermost three of ours, or of any."""
@@ -168,7 +168,7 @@ class Trace:
         nccl = [event for event in self.device if "nccl" in event["name"].lower()]
         others = [event for event in self.device if event["cat"] == "kernel" and "nccl" not in event["name"].lower()]
         exchange, compute = self._within(nccl), self._within(others)
-        both = length(intersection(exchange, compute))
+        both = length(exchange) + length(compute) - length(union([*exchange, *compute]))
         count, total = len(self.steps), length(exchange)
         return {
             "step_ms": statistics.median((end - begin) / 1000 for begin, end in self.steps),

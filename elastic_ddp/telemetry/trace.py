@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import math
 import shutil
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -36,30 +37,15 @@ Interval = tuple[float, float]
 Thread = tuple[Any, Any]
 
 
-def union(intervals: Iterable[Interval]) -> list[Interval]:
-    """Returns the same points as disjoint intervals, sorted."""
+def union(intervals: Iterable[Interval], window: Interval = (-math.inf, math.inf)) -> list[Interval]:
+    """Returns the same points inside the window, as disjoint intervals, sorted."""
     merged: list[Interval] = []
-    for start, end in sorted(intervals):
+    for start, end in sorted((max(start, window[0]), min(end, window[1])) for start, end in intervals):
         if merged and start <= merged[-1][1]:
             merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
         elif end > start:
             merged.append((start, end))
     return merged
-
-
-def intersection(left: Sequence[Interval], right: Sequence[Interval]) -> list[Interval]:
-    """Returns the points that are in both of two unions."""
-    common, at_left, at_right = [], 0, 0
-    while at_left < len(left) and at_right < len(right):
-        start = max(left[at_left][0], right[at_right][0])
-        end = min(left[at_left][1], right[at_right][1])
-        if start < end:
-            common.append((start, end))
-        if left[at_left][1] < right[at_right][1]:
-            at_left += 1
-        else:
-            at_right += 1
-    return common
 
 
 def length(intervals: Iterable[Interval]) -> float:
@@ -95,13 +81,14 @@ def figures_of(trace: Trace) -> dict[str, Any]:
     else:
         compute = [event for event in complete if event.get("cat") == "cpu_op" and _is_compute(event["name"])]
         communication = [event for event in complete if _is_gloo(event)]
-    computing, communicating = (_clipped(map(_interval, events), window) for events in (compute, communication))
-    busy = length(union([*computing, *communicating]))
+    computing, communicating, busy = (
+        length(union(map(_interval, events), window)) for events in (compute, communication, [*compute, *communication])
+    )
     return {
         "window_s": (window[1] - window[0]) / _SECOND,
-        "compute_s": length(computing) / _SECOND,
-        "communication_s": length(communicating) / _SECOND,
-        "overlap_s": length(intersection(computing, communicating)) / _SECOND,
+        "compute_s": computing / _SECOND,
+        "communication_s": communicating / _SECOND,
+        "overlap_s": max(0.0, computing + communicating - busy) / _SECOND,  # not below 0 by rounding
         "idle_s": (window[1] - window[0] - busy) / _SECOND,
         "device": "gpu" if kernels else "cpu",
         "operators": _operators_of_kernels(complete, kernels) if kernels else _operators(complete),
@@ -111,10 +98,6 @@ def figures_of(trace: Trace) -> dict[str, Any]:
 
 def _interval(event: Mapping[str, Any]) -> Interval:
     return float(event["ts"]), float(event["ts"]) + float(event["dur"])
-
-
-def _clipped(intervals: Iterable[Interval], window: Interval) -> list[Interval]:
-    return intersection(union(intervals), [window])
 
 
 def _is_nccl(event: Mapping[str, Any]) -> bool:
