@@ -93,7 +93,8 @@ def draw(folder: Path, file: Path) -> None:
 
     history = read_history(read_ledger(Storage(str(folder))))
     gray = "#6e7781"  # readable on a white and on a black page
-    pyplot.rcParams |= {f"{part}.color": gray for part in ("text", "xtick", "ytick")} | {"axes.labelcolor": gray}
+    pyplot.rcParams |= dict.fromkeys(("text.color", "xtick.color", "ytick.color", "axes.labelcolor"), gray)
+    pyplot.rcParams["svg.fonttype"] = "none"
     figure, (workers, loss) = pyplot.subplots(2, sharex=True, figsize=(8, 4.4), height_ratios=(1, 3), layout="tight")
     at, sizes = zip(*history.sizes, strict=True)
     workers.fill_between(at, sizes, step="post", alpha=0.15)

@@ -8,7 +8,6 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any
 
 import ray
@@ -126,17 +125,15 @@ class Examination:
         """Returns the same arguments for each node that has answered."""
         return {name: arguments for name, node in self._nodes.items() if node.facts is not None}
 
-    def _set(self, name: str, **values: Any) -> None:
-        self._nodes[name] = replace(self._nodes[name], **values)
-
     def _gather(self) -> None:
         for name, facts in self._probes.call("gather", dict.fromkeys(self._nodes, ()), START_S).items():
+            node = self._nodes[name]
             if isinstance(facts, str):
-                self._set(name, problem=facts)
+                node.problem = facts
                 continue
-            self._set(name, facts=facts)
+            node.facts = facts
             reads = [clock for _ in range(_CLOCK_READS) if (clock := self._read_clock(name)) is not None]
-            self._set(name, clock=min(reads, key=lambda clock: clock.uncertainty_s, default=None))
+            node.clock = min(reads, key=lambda clock: clock.uncertainty_s, default=None)
 
     def _read_clock(self, name: str) -> Clock | None:
         start, started_at = time.perf_counter(), time.time()
@@ -158,7 +155,7 @@ class Examination:
             return {"storage": storage.uri, "storage_problem": str(error)}
         for name, problem in results.items():
             if problem is not None:
-                self._set(name, storage_problem=problem.replace(folder.uri, storage.uri))
+                self._nodes[name].storage_problem = problem.replace(folder.uri, storage.uri)
         return {"storage": storage.uri}
 
     def _check_data(self, data: str) -> dict[str, Any]:
@@ -168,14 +165,14 @@ class Examination:
             return {"data": data, "data_problem": str(error)}
         files = files[:: math.ceil(len(files) / MAX_FILES)]
         for name, problem in self._probes.call("check_data", self._all(files), STORAGE_S).items():
-            self._set(name, data_problem=problem)
+            self._nodes[name].data_problem = problem
         return {"data": data, "num_files": len(files)}
 
     def _form_groups(self) -> dict[str, dict[str, Reduced | str]]:
         """Forms a group of gloo over all nodes for workers, then one of NCCL with an idle GPU of each that has one."""
         workers = [name for name in self._all() if self._nodes[name].can_work]
         for name, problem in self._probes.call("connect", dict.fromkeys(workers, self._store), ANSWER_S).items():
-            self._set(name, connect_problem=problem)
+            self._nodes[name].connect_problem = problem
         connected = [self._nodes[name] for name in workers if self._nodes[name].connect_problem is None]
         if not connected:
             return {}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -89,9 +89,9 @@ class Clock:
     """Half of the round trip in which it was read."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Node:
-    """A node of the cluster, and what is known about it."""
+    """A node of the cluster, and what is known about it so far."""
 
     name: str
     resources: Mapping[str, float]
@@ -165,11 +165,6 @@ class Finding:
     text: str
     """What was found; of a problem also the rule, and what to change."""
     node: str = ALL
-
-
-def ok_unless(problems: Sequence[Finding], check: str, text: str) -> list[Finding]:
-    """Returns the problems, or one finding with this text if there are none."""
-    return [*problems] or [Finding(check, "ok", text)]
 
 
 def differing(values: Mapping[str, str]) -> tuple[str, dict[str, str]]:

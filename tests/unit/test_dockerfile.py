@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from elastic_ddp.doctor.node_checks import MINIMUM_DRIVER
+from elastic_ddp.doctor.checks import MINIMUM_DRIVER
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "Dockerfile").read_text()

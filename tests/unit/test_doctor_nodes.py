@@ -8,7 +8,6 @@ import pytest
 
 from elastic_ddp.doctor.checks import judge
 from elastic_ddp.doctor.facts import ALL, Clock, Finding, Gpu, Node, Token
-from elastic_ddp.doctor.node_checks import check_mirrors
 from tests.unit.doctor_facts import (
     BAD,
     GPU,
@@ -166,9 +165,10 @@ def test_cpus_are_left_for_the_data_and_exist() -> None:
 
 
 def test_a_node_with_more_than_half_of_the_gpus_is_named() -> None:
-    [found] = check_mirrors(with_node(resources={**RESOURCES, "GPU": 3.0}))
-    assert (found.check, found.verdict, found.node) == ("mirrors", "ok", BAD) and "it has 3 of 5 GPUs" in found.text
-    assert not check_mirrors(with_node(resources={**RESOURCES, "GPU": 2.0})), "2 of 4 are half"
+    three, two = (judge(with_node(resources={**RESOURCES, "GPU": gpus})) for gpus in (3.0, 2.0))
+    [found] = [each for each in three if each.check == "mirrors"]
+    assert (found.verdict, found.node) == ("ok", BAD) and "it has 3 of 5 GPUs" in found.text
+    assert not [each for each in two if each.check == "mirrors"], "2 of 4 are half"
 
 
 @pytest.mark.parametrize(("size", "verdict"), [(64 << 20, "fail"), (1 << 30, "warn")])
