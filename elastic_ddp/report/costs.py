@@ -9,7 +9,7 @@ from itertools import pairwise
 
 from rich.filesize import decimal
 
-from elastic_ddp.formatting import duration, plural
+from elastic_ddp.formatting import duration, first_line, plural
 from elastic_ddp.report import figure
 from elastic_ddp.report.figure import Chart, Panel, Trace
 from elastic_ddp.report.history import History, time_unit
@@ -126,28 +126,28 @@ def commits(histories: Sequence[History]) -> Chart | None:
     traces: list[Trace] = []
     captions = []
     for index, history in enumerate(histories):
-        done = [save for save in history.saves if save.error is None]
-        failed = [save for save in history.saves if save.error is not None]
-        for saves, symbol, color in ((done, "circle", figure.color_of(index)), (failed, "x", figure.FAILED_COLOR)):
-            notes = [figure.escape(save.error or decimal(save.num_bytes or 0)) for save in saves]
+        done = [commit for _, commit in history.commits]
+        noted = [(at, commit, decimal(commit.num_bytes or 0)) for at, commit in history.commits]
+        failed = [(at, commit, first_line(commit.error)) for at, commit in history.failed_commits]
+        for saves, symbol, color in ((noted, "circle", figure.color_of(index)), (failed, "x", figure.FAILED_COLOR)):
             traces.append(
                 {
                     **figure.of_run(histories, index, "%{text}<br>%{y:.2f} s"),
                     "mode": "markers",
                     "marker": {"symbol": symbol, "size": 9, "color": color},
-                    "x": [save.at / size for save in saves],
-                    "y": [save.seconds for save in saves],
-                    "text": [f"step {save.step:,}, {note}" for save, note in zip(saves, notes, strict=True)],
+                    "x": [at / size for at, _, _ in saves],
+                    "y": [save.seconds for _, save, _ in saves],
+                    "text": [f"step {save.step:,}, {figure.escape(note)}" for _, save, note in saves],
                 }
             )
         if done:
             waited_s, total_s = history.summary["goodput"]["checkpoint"], history.summary["goodput"]["total"] or 1.0
-            sizes = [save.num_bytes for save in done if save.num_bytes]
+            sizes = [commit.num_bytes for commit in done if commit.num_bytes]
             captions.append(
                 figure.prefix(histories, history)
                 + plural(len(done), "commit")
                 + (f" of {decimal(int(statistics.median(sizes)))}" if sizes else "")
-                + f", each durable in {duration(statistics.median(save.seconds for save in done))} (median). "
+                + f", each durable in {duration(statistics.median(commit.seconds for commit in done))} (median). "
                 + f"Training waited {duration(waited_s)} for them, {waited_s / total_s:.1%} of the time."
             )
     drawn = figure.time_panels(histories, Panel("seconds until durable", traces, {"rangemode": "tozero"}))

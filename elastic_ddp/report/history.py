@@ -11,7 +11,6 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from elastic_ddp.formatting import first_line
 from elastic_ddp.report.marks import DRIVER_DIED, Clock, Mark, find_marks
 from elastic_ddp.telemetry.event import Event
 from elastic_ddp.telemetry.events import (
@@ -47,17 +46,6 @@ class Point:
     def value(self, name: str) -> float | None:
         """Returns a metric, or the `loss`; None if the point has none of this name."""
         return self.loss if name == "loss" else self.metrics.get(name)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Save:
-    """A commit, or a save that failed."""
-
-    at: float
-    step: int
-    seconds: float
-    num_bytes: int | None = None
-    error: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,7 +92,8 @@ class History:
     points: list[Point]
     evaluations: list[Point]
     """One metric each."""
-    saves: list[Save]
+    commits: list[tuple[float, CommitSucceeded]]
+    failed_commits: list[tuple[float, CommitFailed]]
     measurements: list[Measurement]
 
     @property
@@ -141,7 +130,8 @@ def read_history(events: Iterable[Event]) -> History:
             for event in events
             if isinstance(event, EvaluationFinished) and (value := finite(event.loss)) is not None
         ],
-        saves=[_save(event, clock) for event in events if isinstance(event, CommitSucceeded | CommitFailed)],
+        commits=[(clock.at(event), event) for event in events if isinstance(event, CommitSucceeded)],
+        failed_commits=[(clock.at(event), event) for event in events if isinstance(event, CommitFailed)],
         measurements=_merged([_measurement(event, clock) for event in events if isinstance(event, PhasesMeasured)]),
     )
 
@@ -273,9 +263,3 @@ def _merged(measurements: list[Measurement]) -> list[Measurement]:
             )
         )
     return merged
-
-
-def _save(event: CommitSucceeded | CommitFailed, clock: Clock) -> Save:
-    if isinstance(event, CommitFailed):
-        return Save(at=clock.at(event), step=event.step, seconds=event.seconds, error=first_line(event.error))
-    return Save(at=clock.at(event), step=event.step, seconds=event.seconds, num_bytes=event.num_bytes)

@@ -63,7 +63,7 @@ def _caption(histories: Sequence[History]) -> str:
     if len(histories) > 1:
         kinds = {mark.kind for history in histories for mark in history.marks}
         looks = [look for kind, look in LOOKS.items() if kind in kinds]
-        looks += [_COMMIT] if any(history.saves for history in histories) else []
+        looks += [_COMMIT] if any(history.commits for history in histories) else []
         symbols = ", ".join(f"{look.glyph}\N{NO-BREAK SPACE}{look.words}" for look in looks)
         captions = [f"Symbols: {symbols}."] if symbols else []
         captions.append("Before its first workers, each run starts up.")
@@ -79,9 +79,8 @@ def _marks(histories: Sequence[History], index: int, size: float) -> list[Trace]
         (LOOKS[mark.kind], mark.at, mark.world_size, f"{mark.text} (step {mark.step or 0:,})") for mark in history.marks
     ]
     found += [
-        (_COMMIT, save.at, 0, f"step {save.step:,} committed in {duration(save.seconds)}")
-        for save in history.saves
-        if save.error is None
+        (_COMMIT, at, 0, f"step {commit.step:,} committed in {duration(commit.seconds)}")
+        for at, commit in history.commits
     ]
     traces = []
     for look in (*LOOKS.values(), _COMMIT):
