@@ -33,7 +33,6 @@ from elastic_ddp.cli.run_summary import render
 from elastic_ddp.cli.runs import LiveRun, RecordedRun, RunLedger, get_run
 from elastic_ddp.cli.stacks import stacks
 from elastic_ddp.cli.submit import dead_drivers, logs, status_of, stop_submitted, submit
-from elastic_ddp.cli.undrain import undrain
 from elastic_ddp.cli.watch import watch
 from elastic_ddp.config.run_config import RunConfig, read_toml
 from elastic_ddp.errors import ConfigError, ElasticDDPError, format_exception, printable
@@ -213,10 +212,13 @@ def resize(
     )
 
 
+NodeOfRun = Annotated[str, typer.Argument(metavar="NODE", help="The node's address, or Ray's id of it.")]
+
+
 @app.command()
 def drain(
     run: LiveRun,
-    node: Annotated[str, typer.Argument(metavar="NODE", help="The node's address, or Ray's id of it.")],
+    node: NodeOfRun,
     deadline_s: Annotated[float, typer.Option(help="Seconds until the node is gone.")] = 30.0,
 ) -> None:
     """Move the workers of a live run off a node.
@@ -231,7 +233,17 @@ def drain(
         out.print("The run has no other node. It is committed and waits for one; `elastic-ddp stop` ends it.")
 
 
-app.command()(undrain)
+@app.command()
+def undrain(run: LiveRun, node: NodeOfRun) -> None:
+    """Let a live run use a node again after drain.
+
+    Workers that have not left stay, and new ones start within seconds. A node that Ray itself drains, such as after a
+    spot notice, stays drained until Ray is restarted on it.
+    """
+    get_run(run).undrain(node)
+    console().print(f"run {run}: workers may start on {node} again")
+
+
 app.command()(submit)
 app.command()(logs)
 
