@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import numpy as np
 from rich.text import Text
 
-from elastic_ddp.report.history import History, throughput
+from elastic_ddp.report.history import History, throughput, value_of
 from elastic_ddp.report.marks import LOOKS, Kind
 
 _BARS = "▁▂▃▄▅▆▇"
@@ -59,11 +59,11 @@ class Timeline:
         """The last known loss in each interval; NaN before the first of a session, and after the last."""
         found, until, session = [math.nan] * columns, 0, None
         for point in self._history.points:
-            if point.loss is not None:
+            if (loss := value_of(point, "loss")) is not None:
                 column = self._column(point.at, columns)
                 if session == point.session:
                     found[until:column] = found[until - 1 : until] * (column - until)
-                found[column], until, session = point.loss, column + 1, point.session
+                found[column], until, session = loss, column + 1, point.session
         return found
 
     def _column(self, at: float, columns: int) -> int:

@@ -113,9 +113,9 @@ def _short(reason: str) -> str:
 def _usual_step_s(history: History) -> float | None:
     """The median duration of a step."""
     durations = [
-        (point.at - before.at) / (point.step - before.step)
+        (point.at - before.at) / (point.event.step - before.event.step)
         for before, point in pairwise(history.points)
-        if point.session == before.session and point.step > before.step
+        if point.session == before.session and point.event.step > before.event.step
     ]
     return statistics.median(durations) if durations else None
 
@@ -126,28 +126,28 @@ def commits(histories: Sequence[History]) -> Chart | None:
     traces: list[Trace] = []
     captions = []
     for index, history in enumerate(histories):
-        done = [commit for _, commit in history.commits]
-        noted = [(at, commit, decimal(commit.num_bytes or 0)) for at, commit in history.commits]
-        failed = [(at, commit, first_line(commit.error)) for at, commit in history.failed_commits]
-        for saves, symbol, color in ((noted, "circle", figure.color_of(index)), (failed, "x", figure.FAILED_COLOR)):
+        done = [(each, decimal(each.event.num_bytes or 0)) for each in history.commits]
+        failed = [(each, first_line(each.event.error)) for each in history.failed_commits]
+        for saves, symbol, color in ((done, "circle", figure.color_of(index)), (failed, "x", figure.FAILED_COLOR)):
             traces.append(
                 {
                     **figure.of_run(histories, index, "%{text}<br>%{y:.2f} s"),
                     "mode": "markers",
                     "marker": {"symbol": symbol, "size": 9, "color": color},
-                    "x": [at / size for at, _, _ in saves],
-                    "y": [save.seconds for _, save, _ in saves],
-                    "text": [f"step {save.step:,}, {figure.escape(note)}" for _, save, note in saves],
+                    "x": [each.at / size for each, _ in saves],
+                    "y": [each.event.seconds for each, _ in saves],
+                    "text": [f"step {each.event.step:,}, {figure.escape(note)}" for each, note in saves],
                 }
             )
         if done:
             waited_s, total_s = history.summary["goodput"]["checkpoint"], history.summary["goodput"]["total"] or 1.0
-            sizes = [commit.num_bytes for commit in done if commit.num_bytes]
+            sizes = [each.event.num_bytes for each in history.commits if each.event.num_bytes]
+            median_s = statistics.median(each.event.seconds for each in history.commits)
             captions.append(
                 figure.prefix(histories, history)
                 + plural(len(done), "commit")
                 + (f" of {decimal(int(statistics.median(sizes)))}" if sizes else "")
-                + f", each durable in {duration(statistics.median(commit.seconds for commit in done))} (median). "
+                + f", each durable in {duration(median_s)} (median). "
                 + f"Training waited {duration(waited_s)} for them, {waited_s / total_s:.1%} of the time."
             )
     drawn = figure.time_panels(histories, Panel("seconds until durable", traces, {"rangemode": "tozero"}))

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from operator import attrgetter, methodcaller
+from collections.abc import Callable, Sequence
+from functools import partial
+from operator import attrgetter
+from statistics import fmean
+from typing import Any
 
 from elastic_ddp.report import figure
 from elastic_ddp.report.figure import Chart, Panel, Trace
-from elastic_ddp.report.history import History, Point, thin, time_unit
+from elastic_ddp.report.history import History, Point, slowdown, thin, time_unit, value_of
+from elastic_ddp.telemetry.events import PhasesMeasured
 
 PHASE_COLORS = {
     "data": "#d55e00",
@@ -24,7 +28,8 @@ def metrics(histories: Sequence[History]) -> Chart | None:
     """The training loss and each metric, over steps. One with a single value has no chart."""
     found = ["loss"]
     for history in histories:
-        found += [name for point in (*history.evaluations, *history.points) for name in point.metrics]
+        found += [point.event.name for point in history.evaluations]
+        found += [name for point in history.points for name in point.event.metrics or ()]
     found = [name for name in dict.fromkeys(found) if any(len(_points_of(each, name)) > 1 for each in histories)]
     names, left_out = found[:_MAX_METRICS], len(found[_MAX_METRICS:])
     rows = []
@@ -35,7 +40,7 @@ def metrics(histories: Sequence[History]) -> Chart | None:
             traces.append(
                 {
                     **figure.of_run(histories, index, f"{figure.escape(name)} %{{y:.5g}} at %{{text}}"),
-                    **figure.line(points, attrgetter("step"), methodcaller("value", name)),
+                    **figure.line(points, attrgetter("event.step"), partial(value_of, name=name)),
                     "mode": "lines+markers" if len(points) < 60 else "lines",
                     "marker": {"size": 5, "color": figure.color_of(index)},
                 }
@@ -46,16 +51,16 @@ def metrics(histories: Sequence[History]) -> Chart | None:
     return None if drawn is None else Chart(title="Loss and metrics", caption=caption, figure=drawn)
 
 
-def _points_of(history: History, name: str) -> list[Point]:
+def _points_of(history: History, name: str) -> Sequence[Point[Any]]:
     """The points that have this metric: those of evaluations, if there are any."""
-    measured = [point for point in history.evaluations if point.value(name) is not None]
-    return measured or [point for point in history.points if point.value(name) is not None]
+    measured = [point for point in history.evaluations if value_of(point, name) is not None]
+    return measured or [point for point in history.points if value_of(point, name) is not None]
 
 
 def phases(histories: Sequence[History]) -> Chart | None:
     """Where the time of a step goes, and how much longer the slowest rank works than the median."""
     areas = [Panel(f"{figure.prefix(histories, each)}ms per step", _areas(each, histories)) for each in histories]
-    slowdowns = _measured(histories, "slowdown", 1.0, "%{y:.2f} × the median: rank %{text}")
+    slowdowns = _measured(histories, slowdown, "%{y:.2f} × the median: rank %{text}")
     slowdowns = [{**trace, "showlegend": False} for trace in slowdowns]
     drawn = figure.time_panels(histories, *areas, Panel("work of the slowest rank, × the median", slowdowns))
     if drawn is None:
@@ -73,7 +78,7 @@ def phases(histories: Sequence[History]) -> Chart | None:
 def _areas(history: History, histories: Sequence[History]) -> list[Trace]:
     """The phases of one run, stacked. Each session is an area of its own, so that there is a gap before the next."""
     size, _ = time_unit(histories)
-    names = list(dict.fromkeys(name for each in history.measurements for name in each.phases))
+    names = list(dict.fromkeys(name for each in history.measurements for name in each.event.phases))
     traces = []
     for session in dict.fromkeys(each.session for each in history.measurements):
         measured = [each for each in history.measurements if each.session == session]
@@ -89,8 +94,8 @@ def _areas(history: History, histories: Sequence[History]) -> list[Trace]:
                     "line": {"width": 0.5, "color": color},
                     "fillcolor": color,
                     "x": [each.at / size for each in measured],
-                    "y": [1000.0 * each.phases.get(name, 0.0) for each in measured],
-                    "text": [f"step {each.step:,}" for each in measured],
+                    "y": [1000.0 * each.event.phases.get(name, 0.0) for each in measured],
+                    "text": [f"step {each.event.step:,}" for each in measured],
                     "hovertemplate": f"{label} %{{y:,.1f}} ms, %{{text}}<extra></extra>",
                 }
             )
@@ -99,8 +104,8 @@ def _areas(history: History, histories: Sequence[History]) -> list[Trace]:
 
 def gpus(histories: Sequence[History]) -> Chart | None:
     """Memory of the fullest GPU, and the mean utilization."""
-    memory = _measured(histories, "memory_bytes", 2.0**-30, "%{y:.2f} GiB")
-    utilization = _measured(histories, "utilization", 100.0, "%{y:.0f} %")
+    memory = _measured(histories, _memory_gib, "%{y:.2f} GiB")
+    utilization = _measured(histories, _utilization_percent, "%{y:.0f} %")
     drawn = figure.time_panels(
         histories,
         Panel("peak memory (GiB)", memory, {"rangemode": "tozero"}),
@@ -110,17 +115,25 @@ def gpus(histories: Sequence[History]) -> Chart | None:
     return None if drawn is None else Chart(title="GPUs", caption=caption, figure=drawn)
 
 
-def _measured(histories: Sequence[History], name: str, factor: float, hover: str) -> list[Trace]:
+def _memory_gib(event: PhasesMeasured) -> float | None:
+    return max(event.memory_bytes) / 2**30 if event.memory_bytes else None
+
+
+def _utilization_percent(event: PhasesMeasured) -> float | None:
+    known = [share for share in event.utilization or () if share is not None]
+    return 100 * fmean(known) if known else None
+
+
+def _measured(histories: Sequence[History], value: Callable[[PhasesMeasured], float | None], hover: str) -> list[Trace]:
     """One line over time for each run that has measured this value."""
     size, _ = time_unit(histories)
     traces = []
     for index, history in enumerate(histories):
-        known = [each for each in history.measurements if getattr(each, name) is not None]
         line = figure.line(
-            known,
+            [each for each in history.measurements if value(each.event) is not None],
             x=lambda each: each.at / size,
-            y=lambda each: factor * getattr(each, name),
-            text=lambda each: f"{each.slowest_rank} at step {each.step:,}",
+            y=lambda each: value(each.event),
+            text=lambda each: f"{each.event.slowest_rank} at step {each.event.step:,}",
         )
         traces.append({**figure.of_run(histories, index, hover), **line})
     return traces

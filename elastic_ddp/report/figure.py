@@ -14,7 +14,7 @@ from plotly.graph_objects import Figure
 from plotly.subplots import make_subplots
 
 from elastic_ddp.errors import printable
-from elastic_ddp.report.history import History, P, broken, time_unit
+from elastic_ddp.report.history import History, Point, broken, time_unit
 
 RUN_COLORS = ("#3b78c2", "#e08214", "#2a9d6e", "#a05cc4", "#c2476b", "#7a8a2b", "#1f9bb5", "#9c6b4a")
 FAILED_COLOR = "#d62728"
@@ -126,10 +126,10 @@ def of_run(histories: Sequence[History], index: int, hover: str) -> Trace:
 
 
 def line(
-    points: Sequence[P],
-    x: Callable[[P], float],
-    y: Callable[[P], float | None],
-    text: Callable[[P], str] = lambda point: f"step {point.step:,}",
+    points: Sequence[Point[Any]],
+    x: Callable[[Point[Any]], float],
+    y: Callable[[Point[Any]], float | None],
+    text: Callable[[Point[Any]], str] = lambda point: f"step {point.event.step:,}",
 ) -> Trace:
     """A line through points, with a gap between two sessions, and a text for each point."""
     parts = broken(points)

@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any, TypeVar
+from typing import Any, Generic
 
 import numpy as np
 
 from elastic_ddp.report.marks import DRIVER_DIED, Clock, Mark, find_marks
-from elastic_ddp.telemetry.event import Event
+from elastic_ddp.telemetry.event import E, Event
 from elastic_ddp.telemetry.events import (
     CommitFailed,
     CommitSucceeded,
@@ -32,41 +32,14 @@ _UNITS = ((3 * 86_400, 86_400, "d"), (3 * 3_600, 3_600, "h"), (300, 60, "min"), 
 """From how many seconds on, the seconds in a unit, and its name."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Point:
-    """Values of one step. `session` counts from 0: a line is broken between two sessions."""
+@dataclass(frozen=True)
+class Point(Generic[E]):
+    """An event in the time of its run."""
 
     session: int
+    """Number of its session, from 0: a line is broken between two sessions."""
     at: float
-    step: int
-    loss: float | None = None
-    samples: int | None = None
-    metrics: Mapping[str, float | None] = field(default_factory=dict)
-
-    def value(self, name: str) -> float | None:
-        """Returns a metric, or the `loss`; None if the point has none of this name."""
-        return self.loss if name == "loss" else self.metrics.get(name)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Measurement:
-    """What ranks measured about some steps, see `PhasesMeasured`. Facts that are not known are None."""
-
-    session: int
-    at: float
-    step: int
-    phases: Mapping[str, float]
-    """Seconds of each phase in one step."""
-    slowest_rank: int | None = None
-    slowdown: float | None = None
-    """Work of the slowest rank for one of its micro-batches, relative to the median of ranks."""
-    memory_bytes: int | None = None
-    """Of the rank with the most."""
-    utilization: float | None = None
-    """Mean of the ranks, from 0 to 1."""
-
-
-P = TypeVar("P", Point, Measurement)
+    event: E
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,12 +62,11 @@ class History:
     start_ups: list[tuple[float, float]]
     """Begin of each session, and when its first generation formed."""
     marks: list[Mark]
-    points: list[Point]
-    evaluations: list[Point]
-    """One metric each."""
-    commits: list[tuple[float, CommitSucceeded]]
-    failed_commits: list[tuple[float, CommitFailed]]
-    measurements: list[Measurement]
+    points: list[Point[StepsCompleted]]
+    evaluations: list[Point[EvaluationFinished]]
+    commits: list[Point[CommitSucceeded]]
+    failed_commits: list[Point[CommitFailed]]
+    measurements: list[Point[PhasesMeasured]]
 
     @property
     def seconds(self) -> float:
@@ -111,6 +83,10 @@ def read_history(events: Iterable[Event]) -> History:
     events = list(events)
     summary = summarize(events)
     clock = Clock(read_sessions(events))
+
+    def points(kind: type[E]) -> list[Point[E]]:
+        return [Point(clock.session(event), clock.at(event), event) for event in events if isinstance(event, kind)]
+
     started = [event for event in events if isinstance(event, SessionStarted)]
     formed = [event for event in events if isinstance(event, GenerationFormed)]
     nodes = {str(member["node"]) for event in formed for member in event.members if "node" in member}
@@ -124,15 +100,11 @@ def read_history(events: Iterable[Event]) -> History:
         sizes=_sizes(events, clock),
         start_ups=[_start_up(number, clock) for number in range(len(clock.sessions))],
         marks=find_marks(events, clock),
-        points=[_point(event, clock) for event in events if isinstance(event, StepsCompleted)],
-        evaluations=[
-            Point(session=clock.session(event), at=clock.at(event), step=event.step, metrics={event.name: value})
-            for event in events
-            if isinstance(event, EvaluationFinished) and (value := finite(event.loss)) is not None
-        ],
-        commits=[(clock.at(event), event) for event in events if isinstance(event, CommitSucceeded)],
-        failed_commits=[(clock.at(event), event) for event in events if isinstance(event, CommitFailed)],
-        measurements=_merged([_measurement(event, clock) for event in events if isinstance(event, PhasesMeasured)]),
+        points=points(StepsCompleted),
+        evaluations=points(EvaluationFinished),
+        commits=points(CommitSucceeded),
+        failed_commits=points(CommitFailed),
+        measurements=_merged(points(PhasesMeasured)),
     )
 
 
@@ -144,13 +116,28 @@ def with_dead_driver(history: History) -> History:
     return replace(history, summary={**history.summary, "status": "dead"}, marks=[*history.marks, died])
 
 
-def throughput(points: Sequence[Point], length_s: float, count: int) -> list[float]:
+def value_of(point: Point[StepsCompleted] | Point[EvaluationFinished], name: str) -> float | None:
+    """Returns the `loss` of a step or a metric; None if the point has no finite value of this name."""
+    event = point.event
+    if isinstance(event, EvaluationFinished):
+        return finite(event.loss) if event.name == name else None
+    return finite(event.loss if name == "loss" else (event.metrics or {}).get(name))
+
+
+def slowdown(event: PhasesMeasured) -> float | None:
+    """Returns the work of the slowest rank for one of its micro-batches, relative to the median of ranks, if known."""
+    counts = event.micro_batches or [1] * len(event.work_s)
+    work_s = [seconds / count for seconds, count in zip(event.work_s, counts, strict=False) if seconds and count]
+    return max(work_s) / statistics.median(work_s) if len(work_s) == len(event.work_s) > 1 else None
+
+
+def throughput(points: Sequence[Point[StepsCompleted]], length_s: float, count: int) -> list[float]:
     """Returns the mean samples per second in each of `count` equal intervals of a run's time.
 
     NaN stands for an interval that is not between two points of a session. A stall lowers the throughput. Steps that
     were redone count again.
     """
-    known = [(point.session, point.at, point.samples) for point in points if point.samples is not None]
+    known = [(each.session, each.at, each.event.samples) for each in points if each.event.samples is not None]
     at, done, measured_s = [0.0], [0.0], [0.0]
     for (session, begin, before), (same, end, after) in pairwise([*known[:1], *known]):
         at.append(end)
@@ -161,7 +148,7 @@ def throughput(points: Sequence[Point], length_s: float, count: int) -> list[flo
     return [used / spent_s if spent_s > 1e-6 else math.nan for used, spent_s in zip(samples, seconds, strict=True)]
 
 
-def thin(points: list[Point], name: str) -> list[Point]:
+def thin(points: Sequence[Point[Any]], name: str) -> Sequence[Point[Any]]:
     """Returns the points of the smallest and of the largest value in each of equally many neighbors."""
     width = -(-2 * len(points) // _MAX_POINTS)
     if width <= 2:
@@ -169,14 +156,14 @@ def thin(points: list[Point], name: str) -> list[Point]:
     kept = []
     for begin in range(0, len(points), width):
         part = range(begin, min(begin + width, len(points)))
-        ends = sorted(part, key=lambda index: points[index].value(name) or 0.0)
+        ends = sorted(part, key=lambda index: value_of(points[index], name) or 0.0)
         kept += [points[index] for index in sorted({ends[0], ends[-1]})]
     return kept
 
 
-def broken(points: Iterable[P]) -> list[P | None]:
+def broken(points: Iterable[Point[E]]) -> list[Point[E] | None]:
     """Returns the points, with None where a session follows another."""
-    result: list[P | None] = []
+    result: list[Point[E] | None] = []
     session: int | None = None
     for point in points:
         if session not in (None, point.session):
@@ -216,50 +203,25 @@ def _start_up(number: int, clock: Clock) -> tuple[float, float]:
     return begin, begin + (session.generations[0].formed_at if session.generations else session.length_s)
 
 
-def _point(event: StepsCompleted, clock: Clock) -> Point:
-    metrics = {str(name): finite(value) for name, value in (event.metrics or {}).items()}
-    at, session = clock.at(event), clock.session(event)
-    return Point(
-        session=session, at=at, step=event.step, loss=finite(event.loss), samples=event.samples, metrics=metrics
-    )
-
-
-def _measurement(event: PhasesMeasured, clock: Clock) -> Measurement:
-    counts = event.micro_batches or [1] * len(event.work_s)
-    work_s = [seconds / count for seconds, count in zip(event.work_s, counts, strict=False) if seconds and count]
-    work_s = work_s if len(work_s) == len(event.work_s) > 1 else []
-    known = [share for share in event.utilization or () if share is not None]
-    return Measurement(
-        session=clock.session(event),
-        at=clock.at(event),
-        step=event.step,
-        phases=event.phases,
-        slowest_rank=max(range(len(work_s)), key=work_s.__getitem__) if work_s else None,
-        slowdown=max(work_s) / statistics.median(work_s) if work_s else None,
-        memory_bytes=max(event.memory_bytes) if event.memory_bytes else None,
-        utilization=statistics.fmean(known) if known else None,
-    )
-
-
-def _merged(measurements: list[Measurement]) -> list[Measurement]:
+def _merged(measurements: list[Point[PhasesMeasured]]) -> list[Point[PhasesMeasured]]:
     """Returns at most `_MAX_MEASUREMENTS`: neighbors become one, with their mean phases and the slowest rank of all."""
     width = -(-len(measurements) // _MAX_MEASUREMENTS)
     if width <= 1:
         return measurements
     merged = []
     for begin in range(0, len(measurements), width):
-        part = measurements[begin : begin + width]
-        names = dict.fromkeys(name for each in part for name in each.phases)
-        worst = max(part, key=lambda each: each.slowdown or 0.0)
-        used = [each.utilization for each in part if each.utilization is not None]
-        merged.append(
-            replace(
-                part[-1],
-                phases={name: statistics.fmean(each.phases.get(name, 0.0) for each in part) for name in names},
-                slowest_rank=worst.slowest_rank,
-                slowdown=worst.slowdown,
-                memory_bytes=max((each.memory_bytes for each in part if each.memory_bytes), default=None),
-                utilization=statistics.fmean(used) if used else None,
-            )
+        neighbors = measurements[begin : begin + width]
+        part = [each.event for each in neighbors]
+        names = dict.fromkeys(name for event in part for name in event.phases)
+        worst = max(part, key=lambda event: slowdown(event) or 0.0)
+        merged_event = replace(
+            part[-1],
+            phases={name: statistics.fmean(event.phases.get(name, 0.0) for event in part) for name in names},
+            work_s=worst.work_s,
+            micro_batches=worst.micro_batches,
+            slowest_rank=worst.slowest_rank,
+            memory_bytes=[used for event in part for used in event.memory_bytes or ()],
+            utilization=[share for event in part for share in event.utilization or ()],
         )
+        merged.append(replace(neighbors[-1], event=merged_event))
     return merged

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from operator import attrgetter
+from functools import partial
 from typing import Any
 
 from elastic_ddp.formatting import duration
 from elastic_ddp.report import figure
 from elastic_ddp.report.figure import Chart, Panel, Trace
-from elastic_ddp.report.history import History, finite, thin, throughput, time_unit
+from elastic_ddp.report.history import History, finite, thin, throughput, time_unit, value_of
 from elastic_ddp.report.marks import LOOKS, Look
 
 _COMMIT = Look("commit", "line-ns-open", "|", "#7a8a2b")
@@ -34,9 +34,9 @@ def timeline(histories: Sequence[History]) -> Chart | None:
         workers += [{**run, **sizes, **area, "line": {"width": 2, "shape": "hv"}}]
         workers += _marks(histories, index, size)
 
-        points = thin([point for point in history.points if point.loss is not None], "loss")
+        points = thin([point for point in history.points if value_of(point, "loss") is not None], "loss")
         run = figure.of_run(histories, index, "loss %{y:.5g} at %{text}")
-        losses.append({**run, **figure.line(points, lambda point: point.at / size, attrgetter("loss"))})
+        losses.append({**run, **figure.line(points, lambda point: point.at / size, partial(value_of, name="loss"))})
 
         length_s = max(history.seconds, 1e-3)
         run = figure.of_run(histories, index, "%{y:,.0f} samples/s")
@@ -79,8 +79,8 @@ def _marks(histories: Sequence[History], index: int, size: float) -> list[Trace]
         (LOOKS[mark.kind], mark.at, mark.world_size, f"{mark.text} (step {mark.step or 0:,})") for mark in history.marks
     ]
     found += [
-        (_COMMIT, at, 0, f"step {commit.step:,} committed in {duration(commit.seconds)}")
-        for at, commit in history.commits
+        (_COMMIT, each.at, 0, f"step {each.event.step:,} committed in {duration(each.event.seconds)}")
+        for each in history.commits
     ]
     traces = []
     for look in (*LOOKS.values(), _COMMIT):

@@ -98,7 +98,7 @@ def check_report(history: History, summary: Mapping[str, Any]) -> None:
     assert failed == summary["workers_lost"] >= 4 and len(marked["drained"]) == 1 and len(marked["joined"]) >= 2
     times = [mark.at for mark in history.marks]
     assert times == sorted(times) and times[-1] <= history.seconds
-    assert max(size for _, size in history.sizes) == 3 and history.points[-1].step == STEPS
+    assert max(size for _, size in history.sizes) == 3 and history.points[-1].event.step == STEPS
     assert {"What happened", "Stalls", "Commits"} <= {chart.title for chart in charts([history])}
 
 

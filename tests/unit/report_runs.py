@@ -77,7 +77,8 @@ class Recorder:
         gpus = {"memory_bytes": [(6 << 30) + rank for rank in range(size)], "utilization": [0.8] * size}
         phases = {name: share * step_s for name, share in PHASES.items()}
         common = {"generation": self._generation, "step": self._step, "num_steps": 20, "micro_batches": [2] * size}
-        self.record("phases_measured", phases=phases, work_s=work_s, **common, **(gpus if self._gpus else {}))
+        common |= {"work_s": work_s, "slowest_rank": work_s.index(max(work_s))}
+        self.record("phases_measured", phases=phases, **common, **(gpus if self._gpus else {}))
 
     def lose(self, name: str, error: str = "its process ended: exit signal SIGKILL") -> None:
         self._at += 0.2

@@ -15,11 +15,12 @@ import pytest
 
 from elastic_ddp.errors import ConfigError, StorageError
 from elastic_ddp.formatting import duration
-from elastic_ddp.report.history import History, Point, read_history, thin, throughput, with_dead_driver
+from elastic_ddp.report.history import History, Point, read_history, slowdown, thin, throughput, with_dead_driver
 from elastic_ddp.report.marks import LOOKS, Kind
 from elastic_ddp.report.page import charts, headline, render_page
 from elastic_ddp.telemetry import Ledger
 from elastic_ddp.telemetry.event import Event
+from tests.unit.ledger_events import ledger_event
 from tests.unit.report_runs import Recorder, calm, eventful
 from tests.unit.test_cli import invoke
 
@@ -132,24 +133,27 @@ def test_workers_that_wait_for_others_do_not_train() -> None:
     assert sizes[3][0] - sizes[2][0] == pytest.approx(25.0)
 
 
+def point(session: int, at: float, **values: Any) -> Point[Any]:
+    return Point(session, at, ledger_event("steps_completed", **values))
+
+
 def test_throughput_has_stalls_and_stops_between_sessions() -> None:
-    points = [Point(session=0, at=float(at), step=at, samples=10 * at) for at in range(5)]
-    points.append(Point(session=0, at=14.0, step=5, samples=50))
-    points += [Point(session=1, at=20.0, step=3, samples=30), Point(session=1, at=22.0, step=5, samples=50)]
+    points = [point(session=0, at=float(at), samples=10 * at) for at in range(5)]
+    points.append(point(session=0, at=14.0, samples=50))
+    points += [point(session=1, at=20.0, samples=30), point(session=1, at=22.0, samples=50)]
     rates = throughput(points, 22.0, 11)
     assert rates[:2] == pytest.approx([10, 10]) and rates[2:7] == pytest.approx([1] * 5)
     assert all(map(math.isnan, rates[7:10])) and rates[10] == pytest.approx(10)
     assert all(map(math.isnan, throughput([], 1.0, 3)))
-    went_back = [Point(session=0, at=at, step=1, samples=n) for at, n in ((0, 0), (10, 80), (15, 40), (20, 80))]
+    went_back = [point(session=0, at=at, samples=n) for at, n in ((0, 0), (10, 80), (15, 40), (20, 80))]
     assert throughput(went_back, 20.0, 4) == pytest.approx([8, 8, 0, 8])
 
 
 def test_a_thinned_line_keeps_its_peaks() -> None:
-    points = [Point(session=0, at=step, step=step, loss=1.0 + step % 2) for step in range(50_000)]
-    points[30_001] = replace(points[30_001], loss=99.0)
-    kept = thin(points, "loss")
-    assert len(kept) <= 2000 and max(point.loss or 0 for point in kept) == 99.0
-    assert [point.step for point in kept] == sorted(point.step for point in kept)
+    losses = {step: 1.0 + step % 2 for step in range(50_000)} | {30_001: 99.0}
+    kept = thin([point(session=0, at=step, loss=loss) for step, loss in losses.items()], "loss")
+    assert len(kept) <= 2000 and max(each.event.loss for each in kept) == 99.0
+    assert [each.at for each in kept] == sorted(each.at for each in kept)
 
 
 def test_charts_show_what_the_ledger_has() -> None:
@@ -203,10 +207,11 @@ def test_many_measurements_are_averaged() -> None:
     for number in range(2000):
         run._at += 1.0
         phases, work_s = {"data": 1.0 + number % 2}, [1.0, 3.0 if number == 1234 else 1.0]
-        run.record("phases_measured", generation=1, step=number + 1, num_steps=1, phases=phases, work_s=work_s)
-    measurements = read_history(run.events).measurements
-    assert len(measurements) == 500 and {each.phases["data"] for each in measurements} == {1.5}
-    assert [each.slowest_rank for each in measurements if (each.slowdown or 0) > 1] == [1]
+        figures = {"phases": phases, "work_s": work_s, "slowest_rank": int(number == 1234)}
+        run.record("phases_measured", generation=1, step=number + 1, num_steps=1, **figures)
+    measurements = [each.event for each in read_history(run.events).measurements]
+    assert len(measurements) == 500 and {event.phases["data"] for event in measurements} == {1.5}
+    assert [event.slowest_rank for event in measurements if (slowdown(event) or 0) > 1] == [1]
 
 
 def test_a_rank_with_more_micro_batches_is_not_slow() -> None:
@@ -215,7 +220,7 @@ def test_a_rank_with_more_micro_batches_is_not_slow() -> None:
     run.form("abc", "start")
     figures = {"phases": {"forward": 0.4}, "work_s": [0.4, 0.2, 0.2], "micro_batches": [2, 1, 1]}
     run.record("phases_measured", generation=1, step=9, num_steps=1, **figures)
-    assert [each.slowdown for each in read_history(run.events).measurements] == [1.0]
+    assert [slowdown(each.event) for each in read_history(run.events).measurements] == [1.0]
 
 
 def test_goodput_stalls_and_commits_have_their_cost() -> None:
