@@ -8,13 +8,14 @@ from __future__ import annotations
 import html
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 from plotly.graph_objects import Figure
 from plotly.subplots import make_subplots
 
 from elastic_ddp.errors import printable
-from elastic_ddp.report.history import History, Point, broken, time_unit
+from elastic_ddp.report.history import History, Point, time_unit
 
 RUN_COLORS = ("#3b78c2", "#e08214", "#2a9d6e", "#a05cc4", "#c2476b", "#7a8a2b", "#1f9bb5", "#9c6b4a")
 FAILED_COLOR = "#d62728"
@@ -132,7 +133,9 @@ def line(
     text: Callable[[Point[Any]], str] = lambda point: f"step {point.event.step:,}",
 ) -> Trace:
     """A line through points, with a gap between two sessions, and a text for each point."""
-    parts = broken(points)
+    parts: list[Point[Any] | None] = []
+    for before, point in pairwise([*points[:1], *points]):
+        parts += [point] if before.session == point.session else [None, point]
     return {
         "mode": "lines" if len(parts) > 1 else "markers",
         "x": [None if point is None else x(point) for point in parts],

@@ -161,18 +161,6 @@ def thin(points: Sequence[Point[Any]], name: str) -> Sequence[Point[Any]]:
     return kept
 
 
-def broken(points: Iterable[Point[E]]) -> list[Point[E] | None]:
-    """Returns the points, with None where a session follows another."""
-    result: list[Point[E] | None] = []
-    session: int | None = None
-    for point in points:
-        if session not in (None, point.session):
-            result.append(None)
-        session = point.session
-        result.append(point)
-    return result
-
-
 def time_unit(histories: Sequence[History]) -> tuple[float, str]:
     """The seconds in the unit of the time axis, and its name: the same for all runs."""
     longest_s = max((history.seconds for history in histories), default=0.0)
