@@ -14,14 +14,9 @@ from elastic_ddp.errors import ConfigError
 from elastic_ddp.formatting import format_time
 from elastic_ddp.telemetry.stacks import stacks_of_last_hang
 
-Run = Annotated[
-    str,
-    typer.Argument(metavar="RUN", help="A run: its name, or <storage>/<name>."),
-]
-
 
 def stacks(
-    run: Run,
+    run: Annotated[str, typer.Argument(metavar="RUN", help="A run: its name, or <storage>/<name>.")],
     last_hang: Annotated[
         bool, typer.Option("--last-hang", help="Print the stacks of the last hang, also if the run is live.")
     ] = False,

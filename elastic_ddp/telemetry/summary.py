@@ -99,23 +99,24 @@ def _outcome(events: list[Event]) -> dict[str, Any]:
     """Returns how the run ended, how far it came and how long it took."""
     started = last_of(events, SessionStarted)
     newest = events[events.index(started) :] if started else events  # a run that was resumed has not ended
-    failed, finished = last_of(newest, RunFailed), last_of(newest, RunFinished)
+    failed = last_of(newest, RunFailed)
+    finished = last_of(newest, RunFinished) or RunFinished(status="failed" if failed else "unfinished")
     counts = (event.samples for event in reversed(events) if isinstance(event, StepsCompleted | RunFinished))
     samples = next((count for count in counts if count is not None), None)
     seconds = goodput(events)
     wall_seconds = seconds["total"] or 0.0
     return {
-        "status": finished.status if finished else "failed" if failed else "unfinished",
-        "error": failed.error if failed else finished.error if finished else None,
-        "steps": finished.steps if finished and finished.steps is not None else _last_step(events),
-        "total_steps": finished.total_steps if finished else None,
-        "epochs": finished.epochs if finished else None,
+        "status": finished.status,
+        "error": failed.error if failed else finished.error,
+        "steps": _last_step(events) if finished.steps is None else finished.steps,
+        "total_steps": finished.total_steps,
+        "epochs": finished.epochs,
         "samples": samples,
         "wall_seconds": round(wall_seconds, 3),
         "samples_per_second": round(samples / wall_seconds, 3) if samples and wall_seconds else None,
         "goodput": seconds,
-        "weights_sha256": finished.weights_sha256 if finished else None,
-        "samples_sha256": finished.samples_sha256 if finished else None,
+        "weights_sha256": finished.weights_sha256,
+        "samples_sha256": finished.samples_sha256,
     }
 
 
