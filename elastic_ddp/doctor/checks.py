@@ -6,6 +6,7 @@ Each check yields its problems, and at last an `ok` that counts if there are non
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 
 from elastic_ddp.distributed.sockets import selects
 from elastic_ddp.doctor.facts import ALL, Cluster, Finding, Node, NodeFacts, Verdict, differing, names
@@ -317,26 +318,8 @@ def check_connections(cluster: Cluster) -> Iterator[Result]:
             yield "fail", f"{node.connect_problem}. Open all ports between the nodes.", node.name
 
 
-def check_gloo(cluster: Cluster) -> Iterator[Result]:
+def check_group(cluster: Cluster, backend: str) -> Iterator[Result]:
     """A process group over all nodes forms, and an all-reduce has the expected value on every rank."""
-    return _check_group(cluster, "gloo")
-
-
-def check_nccl(cluster: Cluster) -> Iterator[Result]:
-    """The same with a GPU of each node."""
-    return _check_group(cluster, "nccl")
-
-
-def check_untried_gpus(cluster: Cluster) -> Iterator[Result]:
-    """Every node with GPUs is in the group of NCCL."""
-    tried = cluster.groups.get("nccl", {})
-    with_gpus = [node for node, _ in cluster.known if node.num_gpus and node.connect_problem is None]
-    if skipped := [node for node in with_gpus if node.name not in tried]:
-        why = "gloo fails" if any(node.idle_gpus for node in skipped) else "no idle GPU that torch can use"
-        yield "warn", f"not tried on {names(node.name for node in skipped)}: {why}", ALL
-
-
-def _check_group(cluster: Cluster, backend: str) -> Iterator[Result]:
     if (results := cluster.groups.get(backend)) is None:
         return
     size = len(results)
@@ -354,6 +337,15 @@ def _check_group(cluster: Cluster, backend: str) -> Iterator[Result]:
     yield "ok", f"an all-reduce has the expected value, {expected:g} (nodes: {size})", ALL
 
 
+def check_untried_gpus(cluster: Cluster) -> Iterator[Result]:
+    """Every node with GPUs is in the group of NCCL."""
+    tried = cluster.groups.get("nccl", {})
+    with_gpus = [node for node, _ in cluster.known if node.num_gpus and node.connect_problem is None]
+    if skipped := [node for node in with_gpus if node.name not in tried]:
+        why = "gloo fails" if any(node.idle_gpus for node in skipped) else "no idle GPU that torch can use"
+        yield "warn", f"not tried on {names(node.name for node in skipped)}: {why}", ALL
+
+
 CHECKS: tuple[tuple[str, Callable[[Cluster], Iterator[Result]]], ...] = (
     ("nodes", check_nodes),
     ("versions", check_versions),
@@ -369,8 +361,8 @@ CHECKS: tuple[tuple[str, Callable[[Cluster], Iterator[Result]]], ...] = (
     ("open files", check_open_files),
     ("network", check_interfaces),
     ("gloo", check_connections),
-    ("gloo", check_gloo),
-    ("nccl", check_nccl),
+    ("gloo", partial(check_group, backend="gloo")),
+    ("nccl", partial(check_group, backend="nccl")),
     ("nccl", check_untried_gpus),
 )
 """The name and the function of each check, in the order of the report."""
