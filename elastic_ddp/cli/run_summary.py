@@ -96,12 +96,11 @@ def _generations(summary: Mapping[str, Any]) -> Table:
     rows = table(
         "gen", "workers", "first step", "last step", "stall", "reason", "ended by", text=("reason", "ended by")
     )
-    usual_step_s = sum(summary["phases"].values()) if summary["phases"] else None
     for generation in summary["generations"]:
         session = f"{generation['session_number']}." if summary["sessions"] > 1 else ""
         is_newest = generation is summary["generations"][-1] and generation["session_number"] == summary["sessions"]
         is_live = summary["status"] == "running" and is_newest
-        stall_s = sum(stall_parts(generation, usual_step_s).values())
+        stall_s = sum(stall_parts(generation, summary["phases"]).values())
         rows.add_row(
             f"{session}{generation['generation']}",
             str(generation["world_size"]),

@@ -69,11 +69,10 @@ def stalls(histories: Sequence[History]) -> list[Chart]:
 
 
 def _stalls(history: History) -> Chart | None:
-    usual_s = _usual_step_s(history)
-    generations = history.summary["generations"]
+    phases = history.summary["phases"]
     found = [
-        (row, stall_parts(row, usual_s))
-        for before, row in pairwise(generations)
+        (row, stall_parts(row, phases))
+        for before, row in pairwise(history.summary["generations"])
         if row["session"] == before["session"] and row["rendezvous_s"] is not None
     ]
     longest = sorted(range(len(found)), key=lambda index: -sum(found[index][1].values()))[:_MAX_STALLS]
@@ -100,7 +99,7 @@ def _stalls(history: History) -> Chart | None:
     drawn.update_yaxes(tickvals=list(range(len(shown))), ticktext=ticks)
     median = statistics.median(sum(costs.values()) for _, costs in found)
     caption = f"{plural(len(found), 'change')} of the workers, median {duration(median)} until training continued."
-    caption += "" if usual_s is None else f" A usual step takes {duration(usual_s)}."
+    caption += f" A usual step takes {duration(sum(phases.values()))}." if phases else ""
     caption += f" The {_MAX_STALLS} longest are shown." if len(found) > len(shown) else ""
     return Chart(title="Stalls", caption=caption, figure=drawn)
 
@@ -108,16 +107,6 @@ def _stalls(history: History) -> Chart | None:
 def _short(reason: str) -> str:
     """Returns "failed" for "worker failed": a phone has little room beside the bars."""
     return reason.removeprefix("workers ").removeprefix("worker ")
-
-
-def _usual_step_s(history: History) -> float | None:
-    """The median duration of a step."""
-    durations = [
-        (point.at - before.at) / (point.event.step - before.event.step)
-        for before, point in pairwise(history.points)
-        if point.session == before.session and point.event.step > before.event.step
-    ]
-    return statistics.median(durations) if durations else None
 
 
 def commits(histories: Sequence[History]) -> Chart | None:

@@ -92,15 +92,15 @@ def stalls(events: Iterable[Event]) -> dict[tuple[str, int], dict[str, float | N
     return rows
 
 
-def stall_parts(generation: Mapping[str, Any], usual_step_s: float | None) -> dict[str, float]:
+def stall_parts(generation: Mapping[str, Any], phases: Mapping[str, float] | None) -> dict[str, float]:
     """Returns the seconds of each of the `STALLS` of a generation; of a first step, what exceeds a usual one.
 
     Args:
         generation: a row of the summary.
-        usual_step_s: seconds of a usual step; None if they are not known.
+        phases: seconds of each phase of a usual step, as in the summary; None if they are not known.
     """
     parts = {name: generation[name] or 0.0 for name in STALLS}
-    beyond_s = 0.0 if usual_step_s is None else max(0.0, parts["first_step_s"] - usual_step_s)
+    beyond_s = max(0.0, parts["first_step_s"] - sum(phases.values())) if phases else 0.0
     return {**parts, "first_step_s": beyond_s}
 
 

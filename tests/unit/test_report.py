@@ -231,8 +231,8 @@ def test_goodput_stalls_and_commits_have_their_cost() -> None:
     assert stalls.figure.layout["yaxis"]["ticktext"][0] == "step 120, failed"
     parts = {trace["name"]: trace["x"][0] for trace in stalls.figure.data}
     assert parts["detection"] == pytest.approx(0.2)
-    assert parts["first step, beyond a usual one"] == pytest.approx(0.8), "it takes 1 s, and a usual one 0.2 s"
-    assert "median 1.1 s until training continued. A usual step takes 0.2 s." in stalls.caption
+    assert parts["first step, beyond a usual one"] == pytest.approx(1 - 0.220833), "it takes 1 s"
+    assert "median 1.1 s until training continued. A usual step takes 0.22 s." in stalls.caption
     assert of([history], "Commits").caption.startswith("12 commits of 3.1 MB, each durable in 0.13 s (median).")
 
 
