@@ -229,7 +229,7 @@ class Workers:
         time.sleep(STACKS_WITHIN_S)
         coordinator = self.rendezvous.actor._coordinator
         lines = [json.dumps(event.to_json(), default=str)[:600] for event in coordinator.event_log._events]
-        places = coordinator.hangs.places()
+        places = coordinator._hangs.places()
         for worker in self.all:
             output = worker.log.read_text(errors="replace")[-LOG_BYTES:] if worker.log.exists() else ""
             state = "alive" if worker.process.is_alive() else f"exit code {worker.process.exitcode}"
@@ -271,7 +271,7 @@ def running(
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr("ray.util.get_node_ip_address", lambda: HERE)
         patched.setattr("elastic_ddp.rendezvous.actor.LONG_POLL_S", 0.2)
-        patched.setattr("elastic_ddp.rendezvous.members.GROUP_WAIT_S", 60.0)  # a busy machine starts processes slowly
+        patched.setattr("elastic_ddp.rendezvous.planner.GROUP_WAIT_S", 60.0)  # a busy machine starts processes slowly
         workers = Workers(TestedJob(folder, train, device, settings, dict(environment), num_rows, set_up), nodes)
         try:
             workers.start(count)

@@ -67,7 +67,7 @@ def test_a_repeated_join_request_gets_the_same_answer(play: Play, long_polls: No
 
 
 def test_waiting_members_form_without_late_ones(play: Play, long_polls: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("elastic_ddp.rendezvous.members.GROUP_WAIT_S", 0.05)
+    monkeypatch.setattr("elastic_ddp.rendezvous.planner.GROUP_WAIT_S", 0.05)
 
     async def scenario(rendezvous: Rendezvous) -> None:
         await rendezvous.heartbeat_address()  # starts the clock
@@ -79,7 +79,7 @@ def test_waiting_members_form_without_late_ones(play: Play, long_polls: None, mo
 
 
 def test_waiting_members_form_without_late_ones_after_many_polls(play: Play, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("elastic_ddp.rendezvous.members.GROUP_WAIT_S", 0.5)  # many polls
+    monkeypatch.setattr("elastic_ddp.rendezvous.planner.GROUP_WAIT_S", 0.5)  # many polls
 
     async def scenario(rendezvous: Rendezvous) -> None:
         await rendezvous.heartbeat_address()

@@ -346,7 +346,7 @@ def test_a_running_save_ends_although_the_training_function_fails(
     assert newest is not None and newest.step == 2
     assert [event.step for event in rendezvous.events("commit_succeeded")] == [2]
     assert not rendezvous.events("commit_failed")
-    assert not rendezvous.actor._coordinator.is_saving
+    assert not rendezvous.actor._coordinator.driver_update(0).is_saving
 
 
 def test_too_many_failed_saves_end_the_run_with_an_error_that_names_the_cause(
