@@ -11,7 +11,7 @@ from typing import Any
 from elastic_ddp.distributed.assignment import Assignment
 from elastic_ddp.errors import ElasticDDPError, StorageError
 from elastic_ddp.rendezvous.event_log import EventLog
-from elastic_ddp.rendezvous.hang import STANDBY, ActivityReport, HangDetector
+from elastic_ddp.rendezvous.hang import STANDBY, ActivityReport, HangDetector, find_mismatch
 from elastic_ddp.rendezvous.member_requests import MemberRequests
 from elastic_ddp.rendezvous.members import DrainNotice, JoinRequest, Member
 from elastic_ddp.rendezvous.membership import LEFT, Membership
@@ -23,7 +23,6 @@ from elastic_ddp.rendezvous.messages import (
     Signals,
     WorkerDirectives,
 )
-from elastic_ddp.rendezvous.sections import find_mismatch
 from elastic_ddp.rendezvous.snapshot import Snapshot, State
 from elastic_ddp.telemetry import events
 from elastic_ddp.telemetry.event import Event, TrainingEvent
@@ -337,8 +336,7 @@ class Coordinator:
         ids = [member.id for member in membership.current.members] if membership.current is not None else []
         if membership.failure is not None and (any(map(membership.why_gone, ids)) or not membership.all_wait()):
             return  # a failed member has broken it, or not all have come
-        reports = self._hangs.reports(ids)
-        if error := find_mismatch(reports, len(ids), self._options.num_micro_batches):
+        if error := find_mismatch(self._hangs.idle(ids), len(ids), self._options.num_micro_batches):
             self._fail(error)
 
     def _end_hang(self, now_s: float) -> None:

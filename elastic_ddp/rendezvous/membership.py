@@ -24,9 +24,6 @@ from elastic_ddp.rendezvous.planner import (
     is_committed,
     keeps_state,
     newest_of,
-    reason_for,
-    resharding,
-    shared_by,
 )
 
 LEFT = "it left"
@@ -349,31 +346,11 @@ class Membership:
 
     def _begin(self, chosen: list[JoinRequest], now_s: float, *, handover_only: bool = False) -> FormedGeneration:
         """Makes the chosen members the current generation."""
-        chosen, newest = by_node(chosen), newest_of(chosen)
         survivors = [member.id for member in self._alive()]
-        keepers = self._planner(now_s).keepers(chosen, survivors, self._fewest, handover_only=handover_only)
-        self.generation += 1
-        ids = {request.member.id for request in chosen}
-        formed = FormedGeneration(
-            number=self.generation,
-            members=tuple(request.member for request in chosen),
-            source=None if newest is None else [request.progress for request in chosen].index(newest),
-            receivers=tuple(
-                rank for rank, request in enumerate(chosen) if newest is None or request.progress != newest
-            ),
-            first_step=None if newest is None else newest[0],
-            reason=reason_for(self.current, self.failure, ids, handover_only=handover_only),
-            handover_only=handover_only,
-            resharding=resharding(chosen, keepers, self.shard_size),
-            shard_size=shared_by(chosen, self.shard_size),
-            same_members=self.current is not None and self.current.ids == ids,
-            in_collective_task=not handover_only and any(not request.between_steps for request in chosen),
-            waited_s=0.0 if self._too_few_since is None else now_s - self._too_few_since,
-        )
-        self._too_few_since = None
-        for member in ids:
+        formed = self._planner(now_s).generation(chosen, survivors, self.failure, handover_only=handover_only)
+        for member in formed.ids:
             del self._waiting[member]
-        self.current, self.failure = formed, None
+        self.generation, self.current, self.failure, self._too_few_since = formed.number, formed, None, None
         return formed
 
     @property
@@ -388,9 +365,12 @@ class Membership:
             max_workers=self.max_workers,
             micro_batches=self.evenly_divided,
             shard_size=self.shard_size,
+            fewest=self._fewest,
             commit_wanted=self.commit_wanted,
             leaving=self._leaving,
+            before=self.current,
             now_s=now_s,
+            waited_s=0.0 if self._too_few_since is None else now_s - self._too_few_since,
         )
 
     def ranks(self) -> list[tuple[int, Member]]:

@@ -28,11 +28,17 @@ class Planner:
     """Number of micro-batches that the size must divide; None for any size."""
     shard_size: int | None
     """See `RendezvousOptions.shard_size`."""
+    fewest: int
+    """The smallest generation that has memory for the state."""
     commit_wanted: bool
     """Whether a commit is requested, even with too few workers to train."""
     leaving: Mapping[str, DrainNotice]
     """Members that must leave."""
+    before: FormedGeneration | None
+    """The last generation."""
     now_s: float
+    waited_s: float
+    """Seconds for which there have been too few workers."""
 
     def staying(self, requests: list[JoinRequest]) -> list[JoinRequest]:
         """Returns the requests of members that need not leave."""
@@ -69,14 +75,36 @@ class Planner:
             return holders_of_newest(requests) if has_shards(requests) else select_with_newest(requests, 1), True
         return [], False
 
-    def keepers(self, chosen: list[JoinRequest], survivors: list[str], fewest: int, *, handover_only: bool) -> set[str]:
-        """Returns the members that have shards in a generation, or after a `handover_only` one. If no member stays, all
-        have, to commit them. `fewest` is the smallest generation that has memory for the state."""
+    def generation(
+        self, chosen: list[JoinRequest], survivors: list[str], failure: str | None, *, handover_only: bool
+    ) -> FormedGeneration:
+        """Returns the generation of the chosen members, with their ranks. The last one has ended with `failure`, and
+        `survivors` are left of it."""
+        chosen, newest = by_node(chosen), newest_of(chosen)
+        ids = {request.member.id for request in chosen}
+        return FormedGeneration(
+            number=1 if self.before is None else self.before.number + 1,
+            members=tuple(request.member for request in chosen),
+            source=None if newest is None else [request.progress for request in chosen].index(newest),
+            receivers=tuple(
+                rank for rank, request in enumerate(chosen) if newest is None or request.progress != newest
+            ),
+            first_step=None if newest is None else newest[0],
+            reason=reason_for(self.before, failure, ids, handover_only=handover_only),
+            handover_only=handover_only,
+            resharding=resharding(chosen, self._keepers(chosen, survivors) if handover_only else ids, self.shard_size),
+            shard_size=shared_by(chosen, self.shard_size),
+            same_members=self.before is not None and self.before.ids == ids,
+            in_collective_task=not handover_only and any(not request.between_steps for request in chosen),
+            waited_s=self.waited_s,
+        )
+
+    def _keepers(self, chosen: list[JoinRequest], survivors: list[str]) -> set[str]:
+        """Returns the members that have shards after a generation that transfers the state. If no member stays, all
+        have, to commit them."""
         staying = by_seniority(self.staying(chosen), survivors)
         most = self._most_of(staying)
-        if handover_only and most < fewest:
-            most = 0  # they have no memory for it: all commit
-        keeping = (staying[:most] or chosen) if handover_only else chosen
+        keeping = staying[: most if most >= self.fewest else 0] or chosen  # without memory for the shards, all commit
         return {request.member.id for request in keeping}
 
     def _most_of(self, staying: list[JoinRequest]) -> int:

@@ -17,9 +17,8 @@ from elastic_ddp.config.run_config import RunConfig
 from elastic_ddp.distributed.process_group import ProcessGroup
 from elastic_ddp.rendezvous import hang
 from elastic_ddp.rendezvous.actor import Rendezvous
-from elastic_ddp.rendezvous.hang import Activity, ActivityReport
+from elastic_ddp.rendezvous.hang import Activity, ActivityReport, Section, differ, find_mismatch
 from elastic_ddp.rendezvous.messages import RendezvousOptions
-from elastic_ddp.rendezvous.sections import RankReport, Section, differ, find_mismatch
 from elastic_ddp.rendezvous.user_place import Frame, collective_of, user_place
 from elastic_ddp.torch_internals import backend_of
 from elastic_ddp.worker.step import Step
@@ -31,8 +30,12 @@ EVALUATION, REDUCTION = "run.evaluate(name='val') after 6 steps", "the reduction
 LIMIT_S = 20.0
 
 
+def idle(section: Section, where: str = "") -> ActivityReport:
+    return ActivityReport(7, "collective", section=section, is_idle=True, where=where)
+
+
 def in_section(name: str, first: int, last: int, generation: int = 1, where: str = "") -> ActivityReport:
-    return ActivityReport(7, "collective", section=Section(generation, name, first, last), is_idle=True, where=where)
+    return idle(Section(generation, name, first, last), where)
 
 
 def test_ranks_differ_if_they_begin_the_same_collective_in_different_sections() -> None:
@@ -45,8 +48,8 @@ def test_ranks_differ_if_they_begin_the_same_collective_in_different_sections() 
 
 
 def test_the_error_names_each_place_once_with_its_ranks() -> None:
-    reports = {rank: RankReport(Section(1, REDUCTION, 12, 14), "train.py:9 in train") for rank in (1, 2, 3)}
-    error = find_mismatch({0: RankReport(Section(1, EVALUATION, 12, 13), "train.py:12 in train"), **reports}, 4, 4)
+    reports = {rank: idle(Section(1, REDUCTION, 12, 14), "train.py:9 in train") for rank in (1, 2, 3)}
+    error = find_mismatch({0: idle(Section(1, EVALUATION, 12, 13), "train.py:12 in train"), **reports}, 4, 4)
     assert str(error).startswith(
         f"ranks wait for each other at different places: rank 0 in {EVALUATION}, at train.py:12 in train; ranks 1, 2, "
         f"3 in {REDUCTION}, at train.py:9 in train. Make the same calls"
@@ -55,14 +58,14 @@ def test_the_error_names_each_place_once_with_its_ranks() -> None:
 
 
 def test_unequal_numbers_of_micro_batches_are_named_as_the_cause() -> None:
-    own = RankReport(Section(1, "step 0", 0, 3, is_users=True), "train.py:8 in train")
-    others = {rank: RankReport(Section(1, "the reduction of step 0", 1, 5), "train.py:9 in train") for rank in (1, 2)}
+    own = idle(Section(1, "step 0", 0, 3, is_users=True), "train.py:8 in train")
+    others = {rank: idle(Section(1, "the reduction of step 0", 1, 5), "train.py:9 in train") for rank in (1, 2)}
     assert "3 workers have different numbers of the 4 micro-batches" in str(find_mismatch({0: own, **others}, 3, 4))
     assert "even_micro_batches" not in str(find_mismatch({0: own, 1: others[1]}, 2, 4))
 
 
 def test_ranks_in_one_section_that_ran_other_numbers_of_collectives_are_named() -> None:
-    reports = {0: RankReport(Section(1, REDUCTION, 12, 14), ""), 1: RankReport(Section(1, REDUCTION, 11, 13), "")}
+    reports = {0: idle(Section(1, REDUCTION, 12, 14), ""), 1: idle(Section(1, REDUCTION, 11, 13), "")}
     numbers = "different numbers of collectives before it, by rank: {0: 12, 1: 11"
     assert numbers in str(find_mismatch(reports, 2, 4))
     assert find_mismatch({0: reports[0], 1: reports[0]}, 2, 4) is None
@@ -198,7 +201,7 @@ def test_a_run_whose_ranks_exchange_other_numbers_of_messages_has_no_mismatch() 
     ranks = run_ranks(3, exchange_messages)
     for late, early in itertools.permutations(range(3), 2):  # one rank still receives what another has received
         for before, after in itertools.pairwise(range(len(ranks[0]))):
-            reports = {late: RankReport(ranks[late][before], ""), early: RankReport(ranks[early][after], "")}
+            reports = {late: idle(ranks[late][before], ""), early: idle(ranks[early][after], "")}
             assert find_mismatch(reports, 3, 4) is None
     assert ranks[0][-1] == Section(1, "the code after step 2", 5, 6, is_users=True)
 
