@@ -6,9 +6,10 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from queue import SimpleQueue
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -69,6 +70,7 @@ class LocalClient(RendezvousClient):
         self.activity = Activity()
         self.profile_requests = SimpleQueue()
         self.disconnected = False
+        self.heartbeat = SimpleNamespace(paused=nullcontext)  # type: ignore[assignment]
         self.signals, self._num_joined = NO_SIGNALS, 0
         self._on_event, self._hosted = on_event, HostedStore(_HOST)
 
@@ -100,9 +102,6 @@ class LocalClient(RendezvousClient):
     def progress(self, **newest: Any) -> None: ...
 
     def on_failure(self, abort: Callable[[], None] | None) -> None: ...
-
-    def paused_heartbeats(self) -> AbstractContextManager[None]:
-        return nullcontext()
 
 
 @contextmanager

@@ -8,10 +8,9 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from queue import SimpleQueue
-from typing import Any, cast
+from typing import Any
 
 import ray
 
@@ -61,36 +60,24 @@ class RendezvousClient:
         self.disconnected = False
         """Whether Ray on this node is gone, so that no signals arrive any more."""
         self._num_sent = 0
-        self._heartbeat = Heartbeat(
+        self.heartbeat = Heartbeat(
             lambda: ray.get(rendezvous.heartbeat_address.remote(member)), member.id, heartbeat_timeout_s
         )
         self._sender = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rendezvous-sender")
         self._receiver = threading.Thread(target=self._receive_signals, name="rendezvous-receiver", daemon=True)
         self._receiver.start()
 
-    def report_crashes(self) -> None:
-        """Makes a signal that ends this process, such as SIGSEGV, send the Python stacks to the rendezvous."""
-        self._heartbeat.report_crashes()
-
-    def report_exits(self, where: Callable[[], str]) -> None:
-        """Makes `os._exit` send the Python stacks, and `where()`, to the rendezvous."""
-        self._heartbeat.report_exits(where)
-
-    def paused_heartbeats(self) -> AbstractContextManager[None]:
-        """A context in which native code may hold Python's lock for up to `heartbeat.IDLE_TIMEOUT_S`."""
-        return self._heartbeat.paused()
-
     def plan_join(self) -> PlannedAssignment | None:
         """Returns the place that this worker would get if it joined now; None if that is not known."""
-        return cast("PlannedAssignment | None", self._call(self._rendezvous.plan_join, self.member))
+        return self._call(self._rendezvous.plan_join, self.member)
 
     def store_address(self) -> tuple[str, int]:
         """Returns the address of the generations' store. It changes when the rendezvous restarts."""
-        return cast("tuple[str, int]", self._call(self._rendezvous.store_address))
+        return self._call(self._rendezvous.store_address)
 
     def why_not_commit(self, generation: int) -> str | None:
         """Returns why this worker may not commit what it wrote in a generation; None if it may."""
-        return cast("str | None", self._call_in_order(self._rendezvous.why_not_commit, self.member, generation))
+        return self._call_in_order(self._rendezvous.why_not_commit, self.member, generation)
 
     def leave(self, why: str, within_s: float) -> None:
         """Asks to leave the run at a step boundary, within a number of seconds."""
@@ -153,7 +140,7 @@ class RendezvousClient:
     def end(self, **outcome: Any) -> bool:
         """Reports how the run ended, after all events before it. Returns False if the run continues: this worker
         failed before it ever trained, and others train."""
-        return bool(self._call_in_order(self._rendezvous.end, self.member, self._progress, outcome))
+        return self._call_in_order(self._rendezvous.end, self.member, self._progress, outcome)
 
     def close(self) -> None:
         """Retires this worker after all events, and ends the signals and heartbeats. The sender thread remains for the
@@ -161,7 +148,7 @@ class RendezvousClient:
         self._call_in_order(self._rendezvous.retire, self.member)
         self._closed.set()
         self._receiver.join()
-        self._heartbeat.stop()
+        self.heartbeat.stop()
 
     def _call_in_order(self, method: Any, *arguments: Any) -> Any:
         """Calls the rendezvous after all events before, on the sender thread. Returns its answer."""

@@ -96,11 +96,11 @@ def work(job: Job, rendezvous: RendezvousHandle, context: WorkerContext) -> None
     try:
         _set_up_process(job.config, context)
         client = RendezvousClient(rendezvous, context.member, job.config.heartbeat_timeout_s)
-        client.report_crashes()
+        client.heartbeat.report_crashes()
         standby.show_wait(lambda: client.activity.within(STANDBY))
         signals.on_sigterm(lambda: _leave(client, job.config.drain_deadline_s))
         loop = Loop(job, client, context.device)
-        client.report_exits(lambda: f"called by rank {loop.rank} at step {loop.state.position.step}")
+        client.heartbeat.report_exits(lambda: f"called by rank {loop.rank} at step {loop.state.position.step}")
         failure = _close(loop, *_train(loop, context))
         client.close()
         if failure is not None:

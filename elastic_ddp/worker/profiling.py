@@ -146,7 +146,7 @@ class StepProfiler:
         recording, request, first_step = profile.recording, profile.request, profile.first_step
         assert recording is not None and first_step is not None
         self._profile = None
-        with self._client.paused_heartbeats():  # torch holds Python's lock for about 3 µs for each operator
+        with self._client.heartbeat.paused():  # torch holds Python's lock for about 3 µs for each operator
             recording.stop()
         if profile.rank == min(request.ranks):
             event = Profiled(
@@ -163,7 +163,7 @@ class StepProfiler:
     def _store(self, profile: _Profile, recording: TraceRecording, steps: dict[str, Any]) -> None:
         """Stores the trace and answers. Runs in the background."""
         try:
-            with self._client.paused_heartbeats():
+            with self._client.heartbeat.paused():
                 recording.export()
             figures = recording.store(self._storage, f"{profile.request.folder}/rank-{profile.rank}", steps)
         except Exception as error:  # whatever fails must not disturb the run
@@ -183,7 +183,7 @@ class StepProfiler:
     def _cancel(self, profile: _Profile) -> None:
         if profile.recording is not None:
             try:
-                with self._client.paused_heartbeats():
+                with self._client.heartbeat.paused():
                     profile.recording.cancel()
             except Exception:
                 _log.warning("the recording of a profile could not be cancelled", exc_info=True)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from queue import SimpleQueue
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import numpy as np
@@ -50,6 +51,9 @@ class FakeClient:
         self.same_members = True
         """Whether each generation has the members of the one before."""
         self.activity = Activity()
+        self.heartbeat = SimpleNamespace(
+            paused=nullcontext, report_crashes=lambda: None, report_exits=lambda where: None
+        )
         self.profile_requests: SimpleQueue[MemberRequest] = SimpleQueue()
         self.answers: list[tuple[int, dict[str, Any]]] = []
         """The numbers of requests, and what this worker has answered."""
@@ -92,10 +96,6 @@ class FakeClient:
             reason=reason,
         )
 
-    def report_crashes(self) -> None: ...
-
-    def report_exits(self, where: Callable[[], str]) -> None: ...
-
     def store_address(self) -> tuple[str, int]:
         return "127.0.0.1", self._store_port
 
@@ -109,9 +109,6 @@ class FakeClient:
         self.events.append(event.to_json())
 
     def progress(self, **newest: Any) -> None: ...
-
-    def paused_heartbeats(self) -> AbstractContextManager[None]:
-        return nullcontext()
 
     def answer(self, number: int, **answer: Any) -> None:
         self.answers.append((number, answer))
