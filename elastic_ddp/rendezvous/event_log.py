@@ -143,6 +143,10 @@ class EventLog:
     def status(self) -> dict[str, Any]:
         """Returns the progress of the run, for `elastic-ddp status`."""
         generation, failure = self.last(GenerationStarted), self.last(WorkerFailed)
+        measured, formed = newest(list(self._phases)), self.last(GenerationFormed)
+        bottleneck = None  # what bounds the newest steps of the current generation
+        if measured is not None:
+            bottleneck = find_bottleneck(measured, nodes_of([formed] if formed is not None else [], measured))
         return {
             "generation": None if generation is None else generation.generation,
             "world_size": None if generation is None else generation.world_size,
@@ -150,16 +154,9 @@ class EventLog:
             "steps_per_s": self.steps_per_s,
             "loss": self.progress.get("loss"),
             "last_worker_failure": None if failure is None else {"time": failure.at, "error": failure.error},
-            **self._bottleneck(),
+            "phases": None if measured is None else measured.to_json(),
+            "bottleneck": None if bottleneck is None else bottleneck.to_json(),
         }
-
-    def _bottleneck(self) -> dict[str, Any]:
-        """Returns the phases of the newest steps of the current generation, and what bounds them."""
-        measured, formed = newest(list(self._phases)), self.last(GenerationFormed)
-        if measured is None:
-            return {"phases": None, "bottleneck": None}
-        found = find_bottleneck(measured, nodes_of([formed] if formed is not None else [], measured))
-        return {"phases": measured.to_json(), "bottleneck": None if found is None else found.to_json()}
 
 
 def _identity(event: AgreedEvent) -> tuple[str, ...]:

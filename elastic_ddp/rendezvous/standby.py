@@ -29,7 +29,7 @@ def stand_by(gpus: Sequence[int | str] = ()) -> None:
     if gpus:
         from elastic_ddp.torch_internals import delay_cuda
 
-        _show_gpus(gpus)
+        os.environ["CUDA_VISIBLE_DEVICES"] = _shown_as(gpus)
         os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # else `torch.cuda.is_available` fixes the visible GPUs
         delay_cuda(_wait_for_gpus)
 
@@ -43,9 +43,9 @@ def take_place(gpus: Sequence[int | str], predecessor: int) -> bool:
     if gpus:
         from elastic_ddp.torch_internals import has_used_cuda
 
-        if not _sees_gpus(gpus) and has_used_cuda():
+        if os.environ.get("CUDA_VISIBLE_DEVICES") != _shown_as(gpus) and has_used_cuda():
             return False
-        _show_gpus(gpus)
+        os.environ["CUDA_VISIBLE_DEVICES"] = _shown_as(gpus)
     _predecessor = predecessor
     _has_place.set()
     return True
@@ -76,9 +76,5 @@ def show_wait(shown: Callable[[], AbstractContextManager[None]]) -> None:
     _shown = shown
 
 
-def _show_gpus(gpus: Sequence[int | str]) -> None:
-    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
-
-
-def _sees_gpus(gpus: Sequence[int | str]) -> bool:
-    return os.environ.get("CUDA_VISIBLE_DEVICES") == ",".join(map(str, gpus))
+def _shown_as(gpus: Sequence[int | str]) -> str:
+    return ",".join(map(str, gpus))

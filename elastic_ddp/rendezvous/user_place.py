@@ -24,7 +24,7 @@ _CALL_TRAINING_FUNCTION = [
 ]
 _MESSAGES = ("send", "recv", "isend", "irecv", "batch_isend_irecv")
 """Functions of torch.distributed that involve two ranks only."""
-_DUMPED_FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$')
+_DUMPED_FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
 
 
 class Frame(NamedTuple):
@@ -76,7 +76,8 @@ def describe_crash(dump: str) -> str:
     header, *blocks = dump.strip().split("\n\n")
     name = header.partition(": ")[2]
     signal = FATAL_SIGNALS.get(name, name)
-    stacks = [_dumped_frames(block) for block in blocks]
+    frames = [_DUMPED_FRAME.findall(block) for block in blocks]
+    stacks = [[Frame(file, int(line), function) for file, line, function in each] for each in frames]
     current = [stack for block, stack in zip(blocks, stacks, strict=True) if block.startswith("Current") and stack]
     # A thread of native code has no Python stack. The training thread then shows what the process was doing.
     training = [stack for stack in stacks if any(frame.file in _CALL_TRAINING_FUNCTION for frame in stack)]
@@ -85,8 +86,3 @@ def describe_crash(dump: str) -> str:
     place = user_place(own)
     lines = [f'  File "{frame.file}", line {frame.line}, in {frame.function}' for frame in own]
     return "\n".join([f"{signal} at {place}" if place else signal, *lines])
-
-
-def _dumped_frames(block: str) -> list[Frame]:
-    matches = filter(None, map(_DUMPED_FRAME.match, block.split("\n")))
-    return [Frame(match[1], int(match[2]), match[3]) for match in matches]
