@@ -34,7 +34,7 @@ class Housekeeping:
         self._measured: dict[int, Measurement | None] = {}
         """The metric of complete commits, by step. Older manifests are read once: their number grows with the run."""
         self._doubtful: set[int] = set()
-        """Steps whose commit cannot be read, is bad, or is another run's. They stay."""
+        """Steps whose commit cannot be read, is bad, or is another run's. They stay, and are read again each time."""
 
     def tidy(self, storage: Storage, newest: Commit, fence: Callable[[], None], is_current: Callable[[], bool]) -> None:
         """Removes what is not kept now that `newest` is complete. For the arguments see `CheckpointStore.complete`.
@@ -78,8 +78,8 @@ class Housekeeping:
         catalog, read = CommitCatalog(storage), list[Commit]()
         for step in steps:
             is_older = len(self._measured) >= self._retention.last
-            if is_older and not self._retention.keeps_older:
-                break
+            if is_older and not self._retention.keeps_older and step not in known_doubtful:
+                continue
             if is_older and step in known and step not in set_aside:  # otherwise it may have been committed again
                 self._measured[step] = known[step]
                 continue
