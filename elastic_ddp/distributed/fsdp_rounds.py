@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from elastic_ddp.distributed.process_group import ProcessGroup, all_gather_single
+from elastic_ddp.distributed.process_group import ProcessGroup, all_gather_single, reduce_scatter_single
 from elastic_ddp.distributed.reduction_tree import Node, fold_in, fold_to_root
 
 
@@ -170,6 +170,6 @@ class Reduction(_Collective):
         group, all_rounds = self._round.group, Node(0, 0)
         sent = gradient.to(group.transfer_device)
         received = sent.new_empty(sent.numel() // group.world_size)
-        group.wait(dist.reduce_scatter_tensor(received, sent, async_op=True))
+        group.wait(reduce_scatter_single(received, sent, async_op=True))
         received = received.to(gradient.device)
         self._sums[all_rounds] = self._sums[all_rounds].add_(received) if self._sums else received

@@ -28,7 +28,8 @@ from elastic_ddp.errors import PeerFailedError, text_of
 from elastic_ddp.tensors.state_tree import ravel
 
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-"""Torch 2.13 renamed `all_gather_into_tensor`; 2.11 has only the old name."""
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+"""Torch 2.13 renamed `all_gather_into_tensor` and `reduce_scatter_tensor`; 2.11 has only the old names."""
 
 GLOO_ENDS_S, NCCL_ENDS_S = 0.5, 10.0
 """How long the threads of an aborted group may take to end. Afterwards the worker goes on without waiting for them."""
