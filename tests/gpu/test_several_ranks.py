@@ -33,7 +33,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from elastic_ddp.distributed import nccl
+from elastic_ddp.distributed import fsdp_rounds, nccl
 from elastic_ddp.distributed.process_group import ProcessGroup, is_peer_failure
 from elastic_ddp.worker.run import Run
 from tests.ranks import PROCESSES, run_ranks
@@ -143,14 +143,13 @@ def _strike_in_exchanges(strike: Callable[[], None]) -> None:
         return exchange(*args, **options)
 
     dist.all_to_all_single = faulty_exchange
-    name = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"  # before 2.13
-    scatter = getattr(dist, name)
+    scatter = fsdp_rounds.reduce_scatter_single
 
     def faulty_scatter(*args: Any, **options: Any) -> Any:
         strike()
         return scatter(*args, **options)
 
-    setattr(dist, name, faulty_scatter)
+    fsdp_rounds.reduce_scatter_single = faulty_scatter
 
 
 def _strike_while_nccl_connects(faults: tuple[Fault, ...]) -> None:
