@@ -97,7 +97,8 @@ def test_huge_pages_are_requested_from_the_large_size_on() -> None:
     tensors = host_memory.Memory([{f"{number}": ([LARGE], torch.uint8) for number in range(16)}]).tensors
     assert tensors["0"].data_ptr() % host_memory.HUGE_PAGE_BYTES == 0
     assert all(has_huge_pages(tensor.data_ptr()) for tensor in tensors.values())
-    assert not has_huge_pages(torch.empty(16 * LARGE, dtype=torch.uint8).data_ptr() + 8 * LARGE)
+    plain = torch.empty(16 * LARGE, dtype=torch.uint8)
+    assert not has_huge_pages(plain.data_ptr() + 8 * LARGE)
 
 
 def has_huge_pages(address: int) -> bool:
