@@ -11,7 +11,7 @@ from elastic_ddp.errors import ConfigError
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _CREDENTIAL = re.compile(
     r"""(^|_) (SECRETS? | CREDENTIALS? | PASSPHRASE | AUTHORIZATION | CONNECTION_STRING) (_|$)
-    | (PASSWORDS? | PASSWD | PWD | API_?KEY | ACCESSKEY | SECRETKEY) (_|$)
+    | (PASSWORDS? | PASSWD | PWD | API_?KEY | ACCESSKEY | SECRETKEY | [^_]TOKEN) (_|$)
     | TOKEN (?!_(IDS? | COUNT | LENGTH | LIMIT | SIZE) (_|$)) (_|$)  # not the settings of a tokenizer
     | (^|_) (ACCESS | ACCOUNT | AUTH | ENCRYPTION | MASTER | PRIVATE | SIGNING | SSH | STORAGE) _KEY (_|$)
     | _PASS $""",
