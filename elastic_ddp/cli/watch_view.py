@@ -67,7 +67,8 @@ def _heading(summary: Mapping[str, Any], state: str, seconds: float) -> Text:
 
 
 def _progress(summary: Mapping[str, Any], ledger: Sequence[Event], rate: MovingRate | None, width: int) -> Table:
-    done, total = summary["steps"] or 0, _total_steps(summary, ledger)
+    started = last_of(ledger, events.SessionStarted)
+    done, total = summary["steps"] or 0, summary["total_steps"] or (started and started.total_steps)
     text = f"step {done:,}" + ("" if total is None else f" of {total:,}")
     if total and rate is not None and (steps_per_s := rate.steps_per_s):
         text += f"  {clock_face(max(0, total - done) / steps_per_s)} left"
@@ -75,14 +76,6 @@ def _progress(summary: Mapping[str, Any], ledger: Sequence[Event], rate: MovingR
     bar = [ProgressBar(total=total, completed=min(done, total), width=columns)] if total and columns >= 8 else []
     line.add_row(*bar, text)
     return line
-
-
-def _total_steps(summary: Mapping[str, Any], ledger: Sequence[Event]) -> int | None:
-    started = last_of(ledger, events.SessionStarted)
-    if started is None:
-        return None
-    steps = summary["total_steps"] or started.total_steps or started.config.get("steps")
-    return int(steps) if steps else None
 
 
 def _curves(summary: Mapping[str, Any], rate: MovingRate | None, timeline: Timeline, columns: int) -> Table:

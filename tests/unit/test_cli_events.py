@@ -198,7 +198,7 @@ def test_events_does_not_follow_a_dead_driver(tmp_path: Path, ledger: Ledger) ->
 
 
 def test_watch_shows_what_happened_to_a_run(ledger: Ledger, clock: Clock, tmp_path: Path) -> None:
-    write(ledger, "session_started", config={"name": "lm", "steps": 200})
+    write(ledger, "session_started", total_steps=200, config={"name": "lm"})
     train(ledger, clock, workers=4, steps=range(50), seconds=2.0)
     write(ledger, "commit_succeeded", step=50, seconds=0.4, num_bytes=3 << 20, generation=1)
     write(ledger, "worker_failed", generation=1, member="m", error="its process exited")
@@ -281,7 +281,7 @@ def test_watch_fits_80_columns_and_a_run_that_has_just_started(ledger: Ledger, c
 
 
 def test_watch_of_an_ended_run_has_its_sessions_and_no_members(ledger: Ledger, clock: Clock, tmp_path: Path) -> None:
-    write(ledger, "session_started", config={"name": "lm", "steps": 200})
+    write(ledger, "session_started", total_steps=200, config={"name": "lm"})
     train(ledger, clock, workers=2, steps=range(50), seconds=2.0)
     account = {"rendezvous": 0.0, "useful": 10.0}
     write(ledger, "generation_ended", generation=1, last_step=50, reason="the run ended", account=account)
@@ -289,7 +289,7 @@ def test_watch_of_an_ended_run_has_its_sessions_and_no_members(ledger: Ledger, c
     write(ledger, "session_ended")
     clock.now += 90_000
     with closing(Ledger(Storage(tmp_path), "s2", clock)) as second:
-        write(second, "session_started", resumed_from_step=50, config={"name": "lm", "steps": 200})
+        write(second, "session_started", resumed_from_step=50, total_steps=200, config={"name": "lm"})
         train(second, clock, workers=3, steps=range(50, 90), seconds=2.0)
         write(second, "run_finished", status="failed", steps=90, error="RuntimeError: boom")
         write(second, "session_ended")
@@ -318,7 +318,7 @@ def test_curves_are_blank_where_nothing_is_known_and_span_generations(
 
 
 def test_watch_fits_40_columns_with_all_marks_and_bars(ledger: Ledger, clock: Clock, tmp_path: Path) -> None:
-    write(ledger, "session_started", config={"name": "lm", "steps": 200})
+    write(ledger, "session_started", total_steps=200, config={"name": "lm"})
     train(ledger, clock, workers=4, steps=range(50), seconds=2.0)
     write(ledger, "worker_failed", generation=1, member="m", error="its process exited")
     clock.now += 10.0
