@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from elastic_ddp.formatting import duration, first_line, plural
@@ -61,7 +61,7 @@ _MAX_NAMED = 3
 """For more workers, a mark has only their number."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Mark:
     """A change of a run, or a failure."""
 
@@ -126,8 +126,8 @@ class _Marks:
         """Rank, node and process id of each worker, by its id, in the newest generation that it was in."""
         self._since_formed = 0
         """Number of marks before the generation formed."""
-        self._gone: dict[tuple[str, int, Kind], dict[str, str | None]] = {}
-        """Ids and names of workers that failed or left, by session, generation and mark."""
+        self._gone: dict[tuple[str, int, Kind], tuple[Mark, dict[str, str | None]]] = {}
+        """The mark for workers that failed or left in a generation of a session, and their names by id."""
         self._last: Event | None = None
         self._has_end = False
         """Whether the session reported its end."""
@@ -184,8 +184,8 @@ class _Marks:
         if event.first_step is not None:
             self._step = event.first_step
             # Steps are logged now and then only; the next generation starts at the step where the workers left.
-            changed = self.found[self._since_formed :]
-            self.found[self._since_formed :] = [replace(mark, step=event.first_step) for mark in changed]
+            for mark in self.found[self._since_formed :]:
+                mark.step = event.first_step
         if self._resumed is not None:
             self._add("resumed", event, self._resumed)
             self._resumed = None
@@ -195,28 +195,25 @@ class _Marks:
         self._since_formed = len(self.found)
 
     def _remove(self, kind: Kind, event: WorkerFailed | WorkerLeft, member: str, why: str) -> None:
-        gone = self._gone.setdefault((event.session, event.generation, kind), {})
-        is_first = not gone
+        key = event.session, event.generation, kind
+        if key not in self._gone:
+            self._gone[key] = self._add(kind, event, ""), {}
+        mark, gone = self._gone[key]
         gone[member] = self._names.get(member)
-        text = f"{_named(list(gone.values()))} {kind}: {first_line(why)}"
-        if is_first:
-            self._add(kind, event, text, 1)
-        else:
-            index = next(at for at in reversed(range(len(self.found))) if self.found[at].kind == kind)
-            self.found[index] = replace(self.found[index], text=text, num_workers=len(gone))
+        mark.text, mark.num_workers = f"{_named(list(gone.values()))} {kind}: {first_line(why)}", len(gone)
 
-    def _add(self, kind: Kind, event: Event, text: str, num_workers: int = 0, step: int | None = None) -> None:
-        self.found.append(
-            Mark(
-                kind=kind,
-                at=self._clock.at(event),
-                time=event.moment,
-                step=self._step if step is None else step,
-                world_size=self._size,
-                text=text,
-                num_workers=num_workers,
-            )
+    def _add(self, kind: Kind, event: Event, text: str, num_workers: int = 0, step: int | None = None) -> Mark:
+        mark = Mark(
+            kind=kind,
+            at=self._clock.at(event),
+            time=event.moment,
+            step=self._step if step is None else step,
+            world_size=self._size,
+            text=text,
+            num_workers=num_workers,
         )
+        self.found.append(mark)
+        return mark
 
 
 def _name(member: dict[str, Any]) -> str:
