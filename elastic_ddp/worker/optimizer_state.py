@@ -57,18 +57,10 @@ def saved_names(saved: Mapping[str, Any]) -> GroupNames:
     return saved["names"] if "numbered" in saved else [group["params"] for group in saved["param_groups"]]
 
 
-def match_groups(kind: str, names: GroupNames, saved: GroupNames) -> list[int]:
-    """Returns for each param_group the number of the saved one that holds the same parameters, in any order.
-
-    Raises ValueError, with the names of the others, if not all groups have one.
-    """
-    left: dict[frozenset[str], list[int]] = {}
-    for number, group in enumerate(saved):
-        left.setdefault(frozenset(group), []).append(number)
-    found = [left[key].pop(0) if left.get(key := frozenset(group)) else None for group in names]
-    matched = [number for number in found if number is not None]
-    if len(matched) == len(names) == len(saved):
-        return matched
+def check_groups(optimizer: torch.optim.Optimizer, names: GroupNames, saved: GroupNames) -> None:
+    """Raises ValueError, with the names that differ, unless each param_group has its saved parameters, in any order."""
+    if [*map(frozenset, names)] == [*map(frozenset, saved)]:
+        return
     own, before = ({name: number for number, group in enumerate(groups) for name in group} for groups in (names, saved))
     differences = {
         "it lacks": [name for name in before if name not in own],
@@ -77,8 +69,9 @@ def match_groups(kind: str, names: GroupNames, saved: GroupNames) -> list[int]:
     }
     listed = "; ".join(f"{what} {shorten(which, 10)}" for what, which in differences.items() if which)
     raise ValueError(
-        f"the {kind} has {len(names)} param_groups, and {len(saved)} were saved: {listed or 'some are empty'}. Give it "
-        "the same parameters in the same param_groups; the order does not matter"
+        f"the {type(optimizer).__name__} has {len(names)} param_groups, and {len(saved)} were saved: "
+        f"{listed or 'some are empty'}. Give it the same parameters in the same param_groups; their order in a group does "
+        "not matter"
     )
 
 
@@ -87,20 +80,21 @@ def load_named_state(optimizer: torch.optim.Optimizer, names: GroupNames, saved:
 
     Raises ValueError if the saved param_groups hold other parameters, or a format other than torch's needs the order.
     """
-    of_saved, kind = saved_names(saved), type(optimizer).__name__
-    matched = match_groups(kind, names, of_saved)
+    of_saved = saved_names(saved)
+    check_groups(optimizer, names, of_saved)
     if "numbered" in saved:
         if of_saved != names:
             raise ValueError(
-                f"the {kind} got its parameters in another order than before, and its own state_dict format numbers "
-                f"them. Give it the parameters in this order: {shorten([name for g in of_saved for name in g], 20)}"
+                f"the {type(optimizer).__name__} got its parameters in another order than before, and its own "
+                "state_dict format numbers them. Give it the parameters in this order: "
+                f"{shorten([name for g in of_saved for name in g], 20)}"
             )
         _load(optimizer, saved["numbered"])
         return
     numbers = {name: number for number, name in enumerate(name for group in names for name in group)}
     groups = [
-        {**saved["param_groups"][number], "params": [numbers[name] for name in group]}
-        for number, group in zip(matched, names, strict=True)
+        {**group, "params": [numbers[name] for name in of_group]}
+        for group, of_group in zip(saved["param_groups"], names, strict=True)
     ]
     _load(optimizer, {"state": {numbers.get(k, k): v for k, v in saved["state"].items()}, "param_groups": groups})
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from elastic_ddp.errors import CheckpointError, ConfigError
@@ -34,8 +33,6 @@ def resume(state: TrainState, saved: dict[str, Any], *, use_code: bool) -> list[
         saved = {**saved, "scheduler": schedulers | {key: now.scheduler[key] for key in replaced if key in schedulers}}
     state.load_state_dict(saved)
     try:
-        orders = zip(then.optimizer, state.group_orders(saved["optimizer"]), strict=True)
-        then = replace(then, optimizer=[[groups[number] for number in order] for groups, order in orders])
         changes = hyperparameters.compare(state.optimizers, state.schedules(), then, now)
         if use_code:
             hyperparameters.use_code(state.optimizers, state.schedules(), then, now)

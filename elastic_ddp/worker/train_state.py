@@ -23,9 +23,9 @@ from elastic_ddp.worker.loss_scale import LossScale
 from elastic_ddp.worker.mirror import Mirror
 from elastic_ddp.worker.model_state import BUFFERS, PARAMETERS, left_out
 from elastic_ddp.worker.optimizer_state import (
+    check_groups,
     group_names,
     load_state_of,
-    match_groups,
     named_state,
     saved_names,
     state_of,
@@ -338,8 +338,8 @@ class TrainState:
                         f"{sorted(objects)}. Prepare and register the same objects in the same order, or use another "
                         "name."
                     )
-            self.group_orders(state["optimizer"])
             for key, optimizer in expected["optimizer"].items():
+                check_groups(optimizer, group_names(optimizer, self.module), saved_names(state["optimizer"][key]))
                 check_saved_optimizer(optimizer, state["optimizer"][key])
             for key, scheduler in expected["scheduler"].items():
                 check_saved_scheduler(scheduler, state["scheduler"][key])
@@ -365,24 +365,6 @@ class TrainState:
         self.position, self.prepared, self.loss_scale = position, prepared, loss_scale
         self.update_scales, self.updates = update_scales, list(state.get("updates", []))
         self.guard.count(self.schedulers)
-
-    def group_orders(self, saved: Mapping[str, Any]) -> list[list[int]]:
-        """Returns for each optimizer the numbers that its param_groups have in its saved state.
-
-        Raises ValueError if they hold other parameters, or if a schedule numbers them.
-        """
-        orders = []
-        for index, optimizer in enumerate(self.optimizers):
-            names, kind = group_names(optimizer, self.module), type(optimizer).__name__
-            before = saved_names(saved[str(index)])
-            orders.append(match_groups(kind, names, before))
-            schedulers = [each.scheduler for each in self.schedules().values() if each.scheduler.optimizer is optimizer]
-            if schedulers and orders[-1] != sorted(orders[-1]):
-                raise ValueError(
-                    f"the param_groups of the {kind} are in another order than before, and its "
-                    f"{type(schedulers[0]).__name__} numbers them. Restore their order"
-                )
-        return orders
 
     def nonfinite_parameters(self) -> list[str]:
         """Returns the names of trained parameters that have a NaN or an infinity, with FSDP in this rank's shards."""
