@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any, Literal
 
 import torch
@@ -37,7 +38,7 @@ class Prepared:
         optimizer: for each optimizer, the settings of its param_groups.
         scheduler: the states of the schedulers, by key.
         kind: for each of them, the name of its class.
-        every: for each of them, `Schedule.every`.
+        every: for each of them, when `Step.optimize` steps it; None if the training function does.
     """
 
     optimizer: list[list[dict[str, Any]]]
@@ -53,29 +54,6 @@ class Prepared:
         except (TypeError, ValueError) as error:
             raise invalid(error) from error
 
-    def replaced_in(self, now: Prepared) -> list[str]:
-        """Returns the keys of schedulers that have another class now, or are stepped at other times."""
-        return [
-            key
-            for key in now.kind.keys() & self.kind.keys()
-            if (self.kind[key], self.every.get(key)) != (now.kind[key], now.every[key])
-        ]
-
-
-@dataclass(frozen=True)
-class Schedule:
-    """A scheduler of a prepared optimizer.
-
-    Attributes:
-        scheduler: the scheduler.
-        every: when `Step.optimize` steps it; None if the training function steps it.
-        num_due: how often `every` asks to step it up to the run's position; the largest number for None.
-    """
-
-    scheduler: LRScheduler
-    every: Every | None
-    num_due: int
-
 
 @dataclass(frozen=True)
 class Change:
@@ -89,31 +67,35 @@ class Change:
         return {"name": self.name, "saved": _as_json(self.saved), "now": _as_json(self.now)}
 
 
-def record(optimizers: Sequence[torch.optim.Optimizer], schedules: Mapping[str, Schedule]) -> Prepared:
-    """Returns a copy of all hyperparameters. Raises CheckpointError if one cannot be saved."""
+def record(
+    optimizers: Sequence[torch.optim.Optimizer], schedulers: Mapping[str, LRScheduler], every: Sequence[Every]
+) -> Prepared:
+    """Returns a copy of all hyperparameters. Raises CheckpointError if one cannot be saved.
+
+    `schedulers` begins with those that `Step.optimize` steps, and `every` has when.
+    """
     return Prepared(
         optimizer=[_copy_of(_settings(optimizer)) for optimizer in optimizers],
-        scheduler={key: _copy_of(schedule.scheduler.state_dict()) for key, schedule in schedules.items()},
-        kind={key: type(schedule.scheduler).__qualname__ for key, schedule in schedules.items()},
-        every={key: schedule.every for key, schedule in schedules.items()},
+        scheduler={key: _copy_of(scheduler.state_dict()) for key, scheduler in schedulers.items()},
+        kind={key: type(scheduler).__name__ for key, scheduler in schedulers.items()},
+        every=dict(zip_longest(schedulers, every)),
     )
 
 
 def compare(
-    optimizers: Sequence[torch.optim.Optimizer], schedules: Mapping[str, Schedule], then: Prepared, now: Prepared
+    optimizers: Sequence[torch.optim.Optimizer], schedulers: Mapping[str, LRScheduler], then: Prepared, now: Prepared
 ) -> list[Change]:
     """Returns the hyperparameters that differ between what `record` returned for a commit and what it returns now."""
     changes: list[Change] = []
     for optimizer, before, after in zip(optimizers, then.optimizer, now.optimizer, strict=True):
         changes += _of_groups(_name_of(optimizer, optimizers), before, after)
-    for key, schedule in schedules.items():
-        name = _name_of(schedule.scheduler, [other.scheduler for other in schedules.values()])
-        changes += _of_schedule(name, key, then, now)
+    for key, scheduler in schedulers.items():
+        changes += _of_scheduler(_name_of(scheduler, [*schedulers.values()]), then.scheduler[key], now.scheduler[key])
     return changes
 
 
 def use_code(
-    optimizers: Sequence[torch.optim.Optimizer], schedules: Mapping[str, Schedule], then: Prepared, now: Prepared
+    optimizers: Sequence[torch.optim.Optimizer], schedulers: Mapping[str, LRScheduler], then: Prepared, now: Prepared
 ) -> None:
     """Replaces restored hyperparameters by those of the code, `now`, where the code has changed since `then`.
 
@@ -124,25 +106,24 @@ def use_code(
         ConfigError: a changed scheduler cannot be moved.
     """
     for optimizer, before, after in zip(optimizers, then.optimizer, now.optimizer, strict=True):
-        edited: set[str] = set()
+        is_rescheduled = False
         for group, saved, own in zip(optimizer.param_groups, before, after, strict=True):
             keys = {*_differing_keys(saved, own), *(own.keys() - saved.keys())}
             group.update({key: _copy_of(own[key]) for key in keys})
-            edited |= {key for key in keys if key in _SCHEDULED or key not in optimizer.defaults}
-        moved = {}
-        for key, schedule in schedules.items():
-            if schedule.scheduler.optimizer is not optimizer:
+            is_rescheduled |= any(key in _SCHEDULED or key not in optimizer.defaults for key in keys)
+        moved = []
+        for key, scheduler in schedulers.items():
+            if scheduler.optimizer is not optimizer:
                 continue
-            if isinstance(schedule.scheduler, ReduceLROnPlateau):
-                changed = [
-                    each for each in _differing_keys(then.scheduler[key], now.scheduler[key]) if each not in _DERIVED
-                ]
-                state = {each: _copy_of(now.scheduler[key][each]) for each in changed}
-                schedule.scheduler.load_state_dict({**schedule.scheduler.state_dict(), **state})
+            saved, own = then.scheduler[key], now.scheduler[key]
+            if isinstance(scheduler, ReduceLROnPlateau):
+                changed = {name: own[name] for name in _differing_keys(saved, own) if name not in _DERIVED}
+                scheduler.load_state_dict({**scheduler.state_dict(), **_copy_of(changed)})
             else:
-                moved[key] = schedule
-        if edited or any([*_of_schedule("", key, then, now)] for key in moved):
-            _move(moved, then, now)
+                moved.append((scheduler, own))
+                is_rescheduled |= any(True for _ in _of_scheduler("", saved, own))
+        if is_rescheduled:
+            _move(moved)
 
 
 def steps_taken(scheduler: LRScheduler) -> int:
@@ -160,15 +141,14 @@ def invalid(error: Exception) -> CheckpointError:
     )
 
 
-def _move(schedules: Mapping[str, Schedule], then: Prepared, now: Prepared) -> None:
-    """Moves the scheduler of an optimizer from its initial state to its number of steps in the commit."""
-    for key, schedule in schedules.items():
-        scheduler = schedule.scheduler
-        position = schedule.num_due if key in then.replaced_in(now) else steps_taken(scheduler)
-        scheduler.load_state_dict(_copy_of(now.scheduler[key]))
+def _move(schedulers: Sequence[tuple[LRScheduler, Mapping[str, Any]]]) -> None:
+    """Moves the scheduler of an optimizer from its initial state, which comes with it, to its number of steps."""
+    for scheduler, initial in schedulers:
+        position = steps_taken(scheduler)
+        scheduler.load_state_dict(_copy_of(initial))
         try:
-            if len(schedules) > 1:
-                raise ValueError(f"the optimizer has {len(schedules)} schedulers, of which each changes its settings")
+            if len(schedulers) > 1:
+                raise ValueError(f"the optimizer has {len(schedulers)} schedulers, of which each changes its settings")
             torch_internals.move_scheduler(scheduler, position)
         except Exception as error:  # such as that of a OneCycleLR beyond its end
             raise ConfigError(
@@ -184,17 +164,11 @@ def _settings(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     return [{key: value for key, value in group.items() if key not in ("params", "param_names")} for group in groups]
 
 
-def _of_schedule(name: str, key: str, then: Prepared, now: Prepared) -> Iterator[Change]:
+def _of_scheduler(name: str, before: Mapping[str, Any], after: Mapping[str, Any]) -> Iterator[Change]:
     """Yields the changes of a scheduler that the training function prepared or registered."""
-    before, after = then.scheduler[key], now.scheduler[key]
-    if then.kind[key] != now.kind[key]:
-        yield Change(f"scheduler {key}", then.kind[key], now.kind[key])
-        return
     for attribute in before:
         if attribute in after:
             yield from _differences(f"{name}.{attribute}", before[attribute], after[attribute])
-    if then.every[key] != now.every[key]:
-        yield Change(f"{name}.every", then.every[key], now.every[key])
 
 
 def _of_groups(name: str, before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[str, Any]]) -> Iterator[Change]:

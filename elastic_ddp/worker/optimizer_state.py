@@ -70,8 +70,8 @@ def check_groups(optimizer: torch.optim.Optimizer, names: GroupNames, saved: Gro
     listed = "; ".join(f"{what} {shorten(which, 10)}" for what, which in differences.items() if which)
     raise ValueError(
         f"the {type(optimizer).__name__} has {len(names)} param_groups, and {len(saved)} were saved: "
-        f"{listed or 'some are empty'}. Give it the same parameters in the same param_groups; their order in a group does "
-        "not matter"
+        f"{listed or 'some are empty'}. Give it the same parameters in the same param_groups; their order in a group "
+        "does not matter"
     )
 
 

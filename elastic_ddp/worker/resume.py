@@ -16,26 +16,24 @@ def resume(state: TrainState, saved: dict[str, Any], *, use_code: bool) -> list[
     They keep the value in the commit. With `use_code`, they get the value in the code.
 
     Raises:
-        CheckpointError: as `load_state_dict`; or a scheduler has another class, without `use_code`.
+        CheckpointError: as `load_state_dict`, or a scheduler is another one.
         ConfigError: a changed scheduler cannot be moved to the run's position.
     """
     then, now = Prepared.of(saved.get(PREPARED)), state.prepared
     assert now is not None, "recorded before the first step"
-    replaced, schedulers = then.replaced_in(now), saved.get("scheduler")
-    if replaced and not use_code:
-        key = replaced[0]
-        before, after = (f"{each.kind[key]} (every={each.every[key]!r})" for each in (then, now))
-        raise CheckpointError(
-            f"scheduler {key} is a {before} in the commit, and a {after} in the code. Restore it, or set "
-            'checkpoint.hyperparameters = "code", which moves the new scheduler to the step of the commit.'
-        )
-    if isinstance(schedulers, dict):
-        saved = {**saved, "scheduler": schedulers | {key: now.scheduler[key] for key in replaced if key in schedulers}}
+    for key in then.kind.keys() & now.kind.keys():
+        before, after = (f"a {each.kind[key]} with every={each.every.get(key)!r}" for each in (then, now))
+        if before != after:
+            raise CheckpointError(
+                f"scheduler {key} is {before} in the commit, and {after} in the code. Restore it, or use another name; "
+                "run.load_weights can start that run from this run's weights."
+            )
     state.load_state_dict(saved)
+    schedulers = state.all_schedulers()
     try:
-        changes = hyperparameters.compare(state.optimizers, state.schedules(), then, now)
+        changes = hyperparameters.compare(state.optimizers, schedulers, then, now)
         if use_code:
-            hyperparameters.use_code(state.optimizers, state.schedules(), then, now)
+            hyperparameters.use_code(state.optimizers, schedulers, then, now)
             state.guard.count(state.schedulers)
     except ConfigError:
         raise

@@ -18,7 +18,7 @@ from elastic_ddp.errors import CheckpointError, ConfigError
 from elastic_ddp.tensors.state_tree import Layout, flatten, gather_full, local_part, weights_sha256
 from elastic_ddp.worker import hyperparameters
 from elastic_ddp.worker.held_shards import HeldShards
-from elastic_ddp.worker.hyperparameters import PREPARED, Every, Prepared, Schedule
+from elastic_ddp.worker.hyperparameters import PREPARED, Every, Prepared
 from elastic_ddp.worker.loss_scale import LossScale
 from elastic_ddp.worker.mirror import Mirror
 from elastic_ddp.worker.model_state import BUFFERS, PARAMETERS, left_out
@@ -157,7 +157,7 @@ class TrainState:
 
     def record_prepared(self) -> None:
         """Records the hyperparameters, before the first step and before a state is loaded."""
-        self.prepared = hyperparameters.record(self.optimizers, self.schedules())
+        self.prepared = hyperparameters.record(self.optimizers, self.all_schedulers(), self.every)
         self.guard.begin(self.optimizers)
         self.guard.count(self.schedulers)
 
@@ -226,15 +226,10 @@ class TrainState:
         """Returns whether an epoch ends with this step."""
         return (step + 1) % self.steps_per_epoch == 0
 
-    def schedules(self) -> dict[str, Schedule]:
+    def all_schedulers(self) -> dict[str, torch.optim.lr_scheduler.LRScheduler]:
         """Returns the schedulers of prepared optimizers: those that are prepared, and those that are registered."""
-        steps = self.position.step
-        prepared = {
-            str(index): Schedule(scheduler, every, steps if every == "step" else steps // self.steps_per_epoch)
-            for index, (scheduler, every) in enumerate(zip(self.schedulers, self.every, strict=True))
-        }
-        return prepared | {
-            f"user.{name}": Schedule(thing, None, steps)
+        return {str(index): scheduler for index, scheduler in enumerate(self.schedulers)} | {
+            f"user.{name}": thing
             for name, thing in self.registered.items()
             if isinstance(thing, torch.optim.lr_scheduler.LRScheduler)
         }

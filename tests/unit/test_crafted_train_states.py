@@ -116,7 +116,7 @@ def put(*path: Any) -> Callable[[dict[str, Any]], None]:
         (put("prepared", "optimizer", []), "hyperparameters are invalid"),
         (put("prepared", "scheduler", {}), "hyperparameters are invalid"),
         (put("prepared", "every", "0", "year"), "hyperparameters are invalid"),
-        (put("prepared", "kind", {}), "hyperparameters are invalid"),
+        (put("prepared", "kind", "0", "StepLR"), "scheduler 0 is a StepLR with every='step' in the commit"),
     ],
 )
 @pytest.mark.parametrize("use_code", [False, True], ids=["saved", "code"])

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.optim.lr_scheduler import ConstantLR, ExponentialLR, ReduceLROnPlateau, SequentialLR, StepLR
 
+from elastic_ddp.errors import CheckpointError
 from elastic_ddp.worker.run import Run
 from elastic_ddp.worker.step import Step
 from tests.ranks import run_ranks
@@ -65,7 +66,7 @@ def test_an_epoch_whose_last_step_is_skipped_counts_for_its_scheduler(new_run: N
     assert optimizer.param_groups[0]["lr"] == 0.5
 
 
-def test_a_scheduler_that_becomes_one_of_epochs_continues_at_the_epoch(new_run: NewRun) -> None:
+def test_a_scheduler_that_becomes_one_of_epochs_is_an_error(new_run: NewRun) -> None:
     def train_by_steps(run: Run) -> None:
         model: Any = run.prepare(Model())
         optimizer = run.prepare(torch.optim.SGD(model.parameters(), lr=1.0))
@@ -77,10 +78,8 @@ def test_a_scheduler_that_becomes_one_of_epochs_continues_at_the_epoch(new_run: 
         run._loop.finish()
 
     train_by_steps(new_run(ROWS, steps=7))
-    run = new_run(ROWS, steps=10, checkpoint={"hyperparameters": "code"})
-    assert rates_of(run) == [0.25, 0.25, 0.125]
-    [event] = client_of(run).events_of("hyperparameters_differ")
-    assert event["changes"] == [{"name": "ExponentialLR.every", "saved": "step", "now": "epoch"}]
+    with pytest.raises(CheckpointError, match=r"every='step' in the commit, .* every='epoch' in the code"):
+        rates_of(new_run(ROWS, steps=10))
 
 
 def test_the_end_of_an_epoch_is_known_in_its_last_step(new_run: NewRun) -> None:

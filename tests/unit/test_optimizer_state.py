@@ -90,7 +90,7 @@ def test_a_run_resumes_with_its_parameters_in_another_order(new_run: NewRun, sch
         (one_moved, torch.optim.AdamW, "it has in other param_groups 3.weight. Give it"),
         (lambda model: in_order(model)[:1], torch.optim.AdamW, "it lacks 0.bias, 1.weight, 1.bias, 3.bias"),
         (lambda model: [{"params": model.parameters()}], torch.optim.AdamW, "1 param_groups, and 2 were saved"),
-        (reversed_groups, torch.optim.AdamW, "2 were saved: it has in other param_groups 0.weight, 0.bias"),
+        (reversed_groups, torch.optim.AdamW, "2 were saved: it has in other param_groups 0.bias, 1.weight"),
         (reversed_parameters, OwnFormat, "in this order: 0.weight, 3.weight, 0.bias, 1.weight, 1.bias, 3.bias"),
     ],
 )
