@@ -16,7 +16,6 @@ from contextlib import contextmanager
 from datetime import UTC, datetime
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
-from urllib.parse import parse_qs, urlsplit
 
 INTERRUPTION = "/latest/meta-data/spot/instance-action"
 REBALANCE = "/latest/meta-data/events/recommendations/rebalance"
@@ -35,12 +34,7 @@ class MetadataServer(ThreadingHTTPServer):
         self.tokens: list[str] = []
         """Those that are valid now."""
         self.num_tokens = 0
-        self.num_waiting = 0
-        """Requests that wait for a change now."""
-        self.longest_wait_s = 60.0
-        """After which a request that waits for a change is answered without one."""
         self.is_failing = False
-        self.changed = threading.Condition()
 
     @property
     def host(self) -> str:
@@ -53,11 +47,10 @@ class MetadataServer(ThreadingHTTPServer):
 
     def put(self, path: str, value: str | None) -> None:
         """Sets a value, or removes it."""
-        with self.changed:
-            self.values.update({path: value} if value is not None else {})
-            if value is None:
-                self.values.pop(path, None)
-            self.changed.notify_all()
+        if value is None:
+            self.values.pop(path, None)
+        else:
+            self.values[path] = value
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -73,8 +66,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer(200, self.server.tokens[-1])
 
     def do_GET(self) -> None:
-        parts = urlsplit(self.path)
-        is_google = parts.path.startswith("/computeMetadata")
+        is_google = self.path.startswith("/computeMetadata")
         if self.server.is_failing:
             self._answer(503)
         elif is_google and self.headers["Metadata-Flavor"] != "Google":
@@ -82,28 +74,11 @@ class _Handler(BaseHTTPRequestHandler):
         elif not is_google and self.headers["X-aws-ec2-metadata-token"] not in self.server.tokens:
             self._answer(401)
         else:
-            query = parse_qs(parts.query)
-            if "wait_for_change" in query:
-                self._wait(parts.path, query["last_etag"][0], float(query["timeout_sec"][0]))
-            value = self.server.values.get(parts.path)
-            self._answer(200 if value is not None else 404, value or "", is_google)
+            value = self.server.values.get(self.path)
+            self._answer(200 if value is not None else 404, value or "")
 
-    def _wait(self, path: str, etag: str, timeout_s: float) -> None:
-        with self.server.changed:
-            timeout_s = min(timeout_s, self.server.longest_wait_s)
-            self.server.num_waiting += 1
-            self.server.changed.notify_all()
-            self.server.changed.wait_for(lambda: self._etag(self.server.values.get(path, "")) != etag, timeout_s)
-            self.server.num_waiting -= 1
-
-    def _etag(self, value: str) -> str:
-        return value.encode().hex()
-
-    def _answer(self, status: int, body: str = "", is_google: bool = False) -> None:
+    def _answer(self, status: int, body: str = "") -> None:
         self.send_response(status)
-        if is_google:
-            self.send_header("Metadata-Flavor", "Google")
-            self.send_header("ETag", self._etag(body))
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         self.wfile.write(body.encode())

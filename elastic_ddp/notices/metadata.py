@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
-from email.message import Message
 from http.client import HTTPException
 from urllib.error import HTTPError
 from urllib.request import ProxyHandler, Request, build_opener
@@ -26,8 +25,6 @@ _GCP_PREEMPTION_S = 30.0
 """Seconds from GCP's notice to the end of a spot VM."""
 _GCP_MAINTENANCE_S = 60.0
 """Seconds from GCP's notice to host maintenance; an hour on some machine types."""
-_GCP_WAIT_S = 5
-"""How long one request waits for a preemption. Maintenance is looked up in between."""
 
 FAILURES = (OSError, HTTPException, ValueError, LookupError)
 """What a request raises: no connection or a status such as 503, and responses that cannot be read."""
@@ -62,8 +59,7 @@ class AWS:
     def responds(self) -> bool:
         """Returns whether this machine is in this cloud."""
         ttl = {f"{_TOKEN}-ttl-seconds": str(_TOKEN_TTL_S)}
-        answer = _fetch(f"{self.url}/latest/api/token", ttl, method="PUT")
-        self._token = answer[0] if answer else ""
+        self._token = _fetch(f"{self.url}/latest/api/token", ttl, "PUT") or ""
         return bool(self._token)
 
     def poll(self) -> list[Notice]:
@@ -92,43 +88,38 @@ class AWS:
             answer = _fetch(f"{self.url}/latest/meta-data/{path}", {_TOKEN: self._token})
         if answer is None:
             return None
-        fields = json.loads(answer[0])
+        fields = json.loads(answer)
         if not isinstance(fields, dict):
-            raise ValueError(f"{path} is {answer[0]!r:.80}, not a JSON object")
+            raise ValueError(f"{path} is {answer!r:.80}, not a JSON object")
         return fields
 
 
 class GCP:
-    """Reads preemption and host maintenance notices, as `AWS` does. `poll` waits a few seconds for a change."""
+    """Reads preemption and host maintenance notices, as `AWS` does."""
 
     name = "GCP"
 
     def __init__(self, url: str, clock: Callable[[], float]) -> None:
         self.url, self._clock = url, clock
-        self._etag = "0"  # the first request does not wait
         self._deadlines: dict[str, float] = {}
         """Of notices that hold now: GCP gives none, so they count from when a notice was first read."""
 
     def responds(self) -> bool:
-        answer = self._get("instance/preempted")
-        return answer is not None and answer[1].get("Metadata-Flavor") == "Google"
+        return self._get("preempted") in ("TRUE", "FALSE")
 
     def poll(self) -> list[Notice]:
-        maintenance = self._get("instance/maintenance-event")
-        changed = f"instance/preempted?wait_for_change=true&last_etag={self._etag}&timeout_sec={_GCP_WAIT_S}"
-        answer = self._get(changed, timeout_s=_GCP_WAIT_S + TIMEOUT_S)
-        self._etag = (answer and answer[1].get("ETag")) or "0"
         announced = {}
-        if answer is not None and answer[0].strip() == "TRUE":
+        if self._get("preempted") == "TRUE":
             announced["GCP preempts this machine"] = _GCP_PREEMPTION_S
-        if maintenance is not None and maintenance[0].strip() == "TERMINATE_ON_HOST_MAINTENANCE":  # not migrated
+        if self._get("maintenance-event") == "TERMINATE_ON_HOST_MAINTENANCE":  # a machine that migrates keeps running
             announced["GCP stops this machine for host maintenance"] = _GCP_MAINTENANCE_S
         now = self._clock()
         self._deadlines = {text: self._deadlines.get(text, now + within_s) for text, within_s in announced.items()}
         return [Notice(text, deadline) for text, deadline in self._deadlines.items()]
 
-    def _get(self, path: str, timeout_s: float = TIMEOUT_S) -> tuple[str, Message] | None:
-        return _fetch(f"{self.url}/computeMetadata/v1/{path}", {"Metadata-Flavor": "Google"}, timeout_s=timeout_s)
+    def _get(self, name: str) -> str | None:
+        text = _fetch(f"{self.url}/computeMetadata/v1/instance/{name}", {"Metadata-Flavor": "Google"})
+        return text and text.strip()
 
 
 def find_service(
@@ -157,14 +148,13 @@ def find_service(
     )
 
 
-def _fetch(
-    url: str, headers: Mapping[str, str], *, method: str = "GET", timeout_s: float = TIMEOUT_S
-) -> tuple[str, Message] | None:
-    """Returns the body and the headers of a response, or None for status 404."""
+def _fetch(url: str, headers: Mapping[str, str], method: str = "GET") -> str | None:
+    """Returns the body of a response, or None for status 404."""
     opener = build_opener(ProxyHandler({}))  # a proxy would answer for its own machine
     try:
-        with opener.open(Request(url, headers=dict(headers), method=method), timeout=timeout_s) as response:
-            return response.read().decode(), response.headers
+        with opener.open(Request(url, headers=dict(headers), method=method), timeout=TIMEOUT_S) as response:
+            body: bytes = response.read()
+            return body.decode()
     except HTTPError as error:
         if error.code != 404:
             raise
