@@ -81,9 +81,6 @@ class Restarts:
         self._first = first
         threading.Thread(target=self._watch, daemon=True).start()
 
-    def ping(self) -> None:
-        """Returns once the actor has started."""
-
     def _watch(self) -> None:
         address = ray.get_runtime_context().gcs_address
         watch(self._first, lambda: connect_to_jobs(address), lambda why: give_up(self._first, why))
@@ -101,7 +98,7 @@ def main() -> None:
     options = {"name": _name(first), "lifetime": "detached", "get_if_exists": True, "max_restarts": -1}
     actor_class: Any = ray.remote(Restarts)
     actor = actor_class.options(**options, num_cpus=0, resources={HEAD: 0.001}).remote(first)
-    ray.get(actor.ping.remote())
+    ray.get(actor.__ray_ready__.remote())
 
 
 if __name__ == "__main__":

@@ -195,7 +195,7 @@ def follow(
     """
     num_written, silent_since = 0, None
     while True:
-        num_written = _follow_from(client, job, num_written, write)
+        num_written = follow_log(client, job, num_written, write)
         try:
             jobs, silent_since = all_jobs(client), None
         except (OSError, RuntimeError) as error:
@@ -223,17 +223,3 @@ def follow(
                 job, num_written = next_job, 0
                 continue
         sleep(POLL_S)
-
-
-def _follow_from(client: JobSubmissionClient, job: str, start: int, write: Callable[[str], None]) -> int:
-    """Follows a log, whose first `start` characters were written already. Returns how many have been written now."""
-    position = 0
-
-    def write_new(text: str) -> None:
-        nonlocal position
-        position += len(text)
-        if position > start:
-            write(text[start - position :])
-
-    follow_log(client, job, write_new)
-    return max(start, position)

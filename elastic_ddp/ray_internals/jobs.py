@@ -126,16 +126,21 @@ def _overridden(name: str, value: str) -> Iterator[None]:
             os.environ[name] = before
 
 
-def follow_log(client: JobSubmissionClient, job: str, write: Callable[[str], None]) -> None:
-    """Passes the log of a job to `write`, from its beginning, until the job ends or the connection breaks."""
+def follow_log(client: JobSubmissionClient, job: str, start: int, write: Callable[[str], None]) -> int:
+    """Passes the log of a job, from its character `start` on, to `write` until the job ends or the connection breaks.
 
-    async def follow() -> None:
-        chunks = aiter(client.tail_job_logs(job))
+    Returns the number of the next character.
+    """
+
+    async def follow() -> int:
+        chunks, position = aiter(client.tail_job_logs(job)), 0
         while True:
             try:
                 chunk = await anext(chunks)
             except (StopAsyncIteration, RuntimeError, OSError, aiohttp.ClientError):
-                return
-            write(chunk)
+                return max(start, position)
+            position += len(chunk)
+            if position > start:
+                write(chunk[start - position :])
 
-    asyncio.run(follow())
+    return asyncio.run(follow())

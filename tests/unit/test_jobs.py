@@ -309,7 +309,7 @@ def test_a_job_server_that_restarts_after_hours_of_a_log_is_waited_for(
         server.is_down = not server.is_down
         return 0
 
-    monkeypatch.setattr(jobs, "_follow_from", follow_for_hours)
+    monkeypatch.setattr(jobs, "follow_log", follow_for_hours)
 
     def sleep(_: float) -> None:
         server.end("train-1")
