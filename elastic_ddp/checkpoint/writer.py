@@ -13,10 +13,8 @@ from zlib_ng import zlib_ng
 from elastic_ddp import torch_internals
 from elastic_ddp.checkpoint.manifest import (
     MAX_SKELETON_BYTES,
-    MAX_SKELETON_VALUES,
     SKELETON,
     Skeleton,
-    num_values,
     stored_dtype,
 )
 from elastic_ddp.checkpoint.parts import Part, TensorKind
@@ -167,11 +165,10 @@ def _encode(skeletons: dict[str, Any]) -> bytes:
         encoded = json.dumps(skeletons, separators=(",", ":"), check_circular=False).encode()  # `flatten` checks that
     except ValueError as error:  # an integer of more digits than Python writes
         raise CheckpointError(f"the state without its tensors cannot be written as JSON: {error}") from error
-    count = num_values(encoded)
-    if len(encoded) > MAX_SKELETON_BYTES or count > MAX_SKELETON_VALUES:
+    if len(encoded) > MAX_SKELETON_BYTES:
         raise CheckpointError(
-            f"the state without its tensors has {len(encoded)} bytes and {count} values as JSON; the limits are "
-            f"{MAX_SKELETON_BYTES} and {MAX_SKELETON_VALUES}. Keep large data in tensors or arrays"
+            f"the state without its tensors has {len(encoded)} bytes as JSON; the limit is {MAX_SKELETON_BYTES}. Keep "
+            "large data in tensors or arrays"
         )
     return encoded
 
