@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -103,15 +104,19 @@ class CommitCatalog:
         return read_twice(self._storage, commit.state.key, read)
 
     def complete_skeleton(self, commit: Commit) -> bytes:
-        """Returns the skeleton of a commit, and checks that the commit is complete.
+        """Returns the skeleton of a commit, and checks that the commit is complete, both in one round trip.
 
         Raises:
             CheckpointError: it is not complete, or as `skeleton`.
             FileNotFoundError: the commit was removed meanwhile.
         """
-        with self._unless_removed(commit):
-            self._check_present(commit, {})
-            return self.skeleton(commit)
+        with self._unless_removed(commit), ThreadPoolExecutor(1) as executor:
+            skeleton = executor.submit(self.skeleton, commit)
+            try:
+                self._check_present(commit, {})
+                return skeleton.result()
+            finally:
+                del skeleton  # breaks a cycle: the future holds its error, whose traceback holds this frame
 
     def steps(self) -> list[int]:
         """Returns the steps that have a manifest, newest first."""
