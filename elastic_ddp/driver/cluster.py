@@ -12,7 +12,7 @@ from typing import Any
 import ray
 
 from elastic_ddp.driver.display import print_note
-from elastic_ddp.errors import ConfigError
+from elastic_ddp.errors import ConfigError, shorten
 from elastic_ddp.ray_internals import (
     check_port,
     check_ray_version,
@@ -140,6 +140,5 @@ def _prepare_connection(address: str, elsewhere: str) -> None:
         check_port(address)
     use_token_on_this_machine(address)
     if has_port and (nodes := nodes_if_none_is_here(address)) is not None:
-        shown = ", ".join(nodes[:_NODES_SHOWN]) + (", ..." if len(nodes) > _NODES_SHOWN else "")
-        which = f" Its nodes are {shown}." if nodes else ""
+        which = f" Its nodes are {shorten(nodes, _NODES_SHOWN)}." if nodes else ""
         raise ConfigError(f"this machine is not a node of the Ray cluster at {address}.{which} {elsewhere}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection
+from contextlib import suppress
 
 import ray
 
@@ -43,16 +44,12 @@ class WaitWatch:
             return None
         self._since = now if self._since is None else self._since
         if now - self._checked_at >= CHECK_S:
-            self._checked_at = now
-            self.reason = self._explain(draining, is_late=now - self._since >= LATE_S)
+            self._checked_at, is_late = now, now - self._since >= LATE_S
+            with suppress(ray.exceptions.RayError):  # the cluster does not answer just now
+                use = self._read(self._config.name, draining)
+                needs, least = self._config.resources_per_worker, self._config.min_workers
+                self.reason = explain_wait(use, needs, least, is_late=is_late)
         if self.reason is None or (self.reason == self._printed and now - self._printed_at < REPEAT_S):
             return None
         self._printed, self._printed_at = self.reason, now
         return self.reason
-
-    def _explain(self, draining: Collection[str], *, is_late: bool) -> str | None:
-        try:
-            use = self._read(self._config.name, draining)
-        except ray.exceptions.RayError:  # the cluster does not answer just now
-            return self.reason
-        return explain_wait(use, self._config.resources_per_worker, self._config.min_workers, is_late=is_late)
