@@ -9,14 +9,11 @@ import math
 import threading
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from elastic_ddp.errors import format_validation_error, shorten
-
-if TYPE_CHECKING:
-    from elastic_ddp.checkpoint.manifest import Commit
 
 METRICS = "metrics"
 """The key of a commit's record that holds the newest value of each metric."""
@@ -96,17 +93,6 @@ def best_first(measured: Mapping[int, Measurement | None], mode: Mode) -> list[i
             first.setdefault(measurement, step)
     sign = 1 if mode == "min" else -1
     return [step for _, step in sorted((sign * measurement.value, step) for measurement, step in first.items())]
-
-
-def best_commit(commits: Iterable[Commit], metric: str, mode: Mode) -> tuple[Commit, float] | None:
-    """Returns the commit with the best value of a metric, and the value; None if no commit has one."""
-    by_step = {commit.step: commit for commit in commits}
-    measured = {step: measurements(commit.record).get(metric) for step, commit in by_step.items()}
-    for step in best_first(measured, mode):
-        measurement = measured[step]
-        assert measurement is not None
-        return by_step[step], measurement.value
-    return None
 
 
 def describe_unmeasured(metric: str, measured: Iterable[str]) -> str:

@@ -16,7 +16,7 @@ from elastic_ddp.checkpoint.manifest import (
     manifest_key,
     parse_set_aside,
 )
-from elastic_ddp.checkpoint.record import Measurement, Mode, best_first
+from elastic_ddp.checkpoint.record import Measurement, Mode, best_first, measurements
 from elastic_ddp.storage.folder import Entry, Upload
 from elastic_ddp.storage.local import is_temporary
 
@@ -174,3 +174,14 @@ def _is_dead(upload: Upload, going: Collection[str], written_before: float) -> b
     _, folder = attempt_of(upload.key) or (None, None)
     is_own = folder is not None or parse_set_aside(upload.key) is not None or is_temporary(upload.key)
     return folder in going or (is_own and upload.started_at <= written_before)
+
+
+def best_commit(commits: Iterable[Commit], metric: str, mode: Mode) -> tuple[Commit, float] | None:
+    """Returns the commit with the best value of a metric, and the value; None if no commit has one."""
+    by_step = {commit.step: commit for commit in commits}
+    measured = {step: measurements(commit.record).get(metric) for step, commit in by_step.items()}
+    for step in best_first(measured, mode):
+        measurement = measured[step]
+        assert measurement is not None
+        return by_step[step], measurement.value
+    return None

@@ -271,7 +271,8 @@ def _select(catalog: CommitCatalog, run: str, step: int | None) -> list[tuple[in
 
 def _best_step(catalog: CommitCatalog, run: str) -> int:
     """Returns the step of the commit with the best value of the run's metric."""
-    from elastic_ddp.checkpoint.record import best_commit, measurements
+    from elastic_ddp.checkpoint.record import measurements
+    from elastic_ddp.checkpoint.retention import best_commit
     from elastic_ddp.telemetry import read_ledger
     from elastic_ddp.telemetry.events import SessionStarted
 

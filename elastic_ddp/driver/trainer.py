@@ -19,7 +19,8 @@ import ray
 
 from elastic_ddp import errors
 from elastic_ddp.checkpoint import Commit, CommitCatalog
-from elastic_ddp.checkpoint.record import best_commit, describe_unmeasured, measurements
+from elastic_ddp.checkpoint.record import describe_unmeasured, measurements
+from elastic_ddp.checkpoint.retention import best_commit
 from elastic_ddp.config.run_config import RunConfig
 from elastic_ddp.data.access import files_to_check
 from elastic_ddp.data.index import DatasetIndex, open_index

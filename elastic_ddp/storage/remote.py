@@ -137,5 +137,5 @@ class RemoteFolder(Folder):
 
 
 def _written_at(info: dict[str, Any]) -> float | None:
-    at = next((info[field] for field in _TIME_FIELDS if isinstance(info.get(field), datetime)), None)
-    return None if at is None else at.replace(tzinfo=at.tzinfo or UTC).timestamp()
+    at = next((info[field] for field in _TIME_FIELDS if isinstance(info.get(field), datetime | float)), None)
+    return at.replace(tzinfo=at.tzinfo or UTC).timestamp() if isinstance(at, datetime) else at

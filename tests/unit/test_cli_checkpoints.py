@@ -21,9 +21,9 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from elastic_ddp.checkpoint import Commit, CommitCatalog, Retention
-from elastic_ddp.checkpoint import prune as pruning
+from elastic_ddp.checkpoint.housekeeping import plan_prune, remove
 from elastic_ddp.checkpoint.pieces import Piece
-from elastic_ddp.checkpoint.retention import Removal
+from elastic_ddp.checkpoint.retention import Removals
 from elastic_ddp.cli import main
 from elastic_ddp.errors import CheckpointError, ConfigError, StorageError
 from elastic_ddp.storage.storage import Storage
@@ -191,12 +191,12 @@ def test_verify_tolerates_a_commit_that_a_live_run_removes_during_the_check(
     tmp_path: Path, commits: list[Commit], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     storage = Storage(tmp_path / "lm").at(COMMITS)
-    remove = [partial(pruning.prune, storage, removals_of(storage, keep)) for keep in (1, 2)]
+    removals = [partial(remove, storage, removals_of(storage, keep)) for keep in (1, 2)]
     plain: Any = CommitCatalog.skeleton
 
     def skeleton(self: CommitCatalog, commit: Commit) -> bytes:
-        if remove:
-            remove.pop()()
+        if removals:
+            removals.pop()()
         return bytes(plain(self, commit))
 
     monkeypatch.setattr(CommitCatalog, "skeleton", skeleton)
@@ -215,15 +215,15 @@ def test_ls_leaves_out_a_commit_that_is_removed_meanwhile(
 
     def check_present(self: Commit, sizes: Any) -> None:
         if self.step == 10:  # its manifest was read
-            pruning.prune(storage, going)
+            remove(storage, going)
         plain(self, storage.listing(self.prefix))
 
     monkeypatch.setattr(Commit, "check_present", check_present)
     assert [row["step"] for row in json.loads(invoke("ls", str(tmp_path / "lm"), "--json").stdout)] == [30, 20]
 
 
-def removals_of(storage: Storage, keep: int) -> list[Removal]:
-    going, _ = pruning.removals(storage, Retention(last=keep), orphan_age_s=1e9, with_set_aside=False)
+def removals_of(storage: Storage, keep: int) -> Removals:
+    going, _ = plan_prune(storage, Retention(last=keep), orphan_age_s=1e9)
     return going
 
 

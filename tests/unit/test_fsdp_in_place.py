@@ -12,8 +12,8 @@ from torch.distributed.tensor import DTensor
 
 from elastic_ddp.distributed.assignment import Resharding
 from elastic_ddp.distributed.process_group import ProcessGroup
-from elastic_ddp.rendezvous.hang import Activity
 from elastic_ddp.tensors.state_tree import gather_full
+from elastic_ddp.worker.clock import WorkerClock
 from elastic_ddp.worker.generation import strategy_of
 from elastic_ddp.worker.state_sharing import share_state
 from elastic_ddp.worker.train_state import TrainState
@@ -64,7 +64,7 @@ def _through(group: ProcessGroup, optimizer: str, changes: list[Change]) -> list
         assert state.model is not None
         strategy = strategy_of(config)(state.model, config, formed)
         inputs: Any = SimpleNamespace(
-            state=state, restore=lambda *of: None, activity=Activity(), job=SimpleNamespace(config=config)
+            state=state, restore=lambda *of: None, clock=WorkerClock(), job=SimpleNamespace(config=config)
         )
         share_state(inputs, formed, strategy)
         if not change.keepers:

@@ -19,9 +19,9 @@ from elastic_ddp.checkpoint import CheckpointStore
 from elastic_ddp.distributed.process_group import ProcessGroup
 from elastic_ddp.distributed.strategy import Strategy
 from elastic_ddp.errors import ConfigError
-from elastic_ddp.rendezvous.hang import Activity
 from elastic_ddp.storage.storage import Storage
 from elastic_ddp.tensors.state_tree import gather_full
+from elastic_ddp.worker.clock import WorkerClock
 from elastic_ddp.worker.generation import strategy_of
 from elastic_ddp.worker.job import COMMITS
 from elastic_ddp.worker.pretrained import PretrainedWeights
@@ -130,7 +130,7 @@ def begin_generation(
         state.load_initial_weights = lambda group, layout: begin_with(state.module, group, layout)
     strategy = strategy_of(config)(state.model, config, group)
     inputs: Any = SimpleNamespace(
-        state=state, restore=restored, activity=Activity(), job=SimpleNamespace(config=config)
+        state=state, restore=restored, clock=WorkerClock(), job=SimpleNamespace(config=config)
     )
     share_state(inputs, group, strategy)
     return state, strategy
@@ -265,7 +265,7 @@ def _tuned(group: ProcessGroup, folder: Path) -> tuple[str, str, bool]:
     weights = PretrainedWeights(str(folder), step=None, strict=True)
 
     def load(module: torch.nn.Module, group: ProcessGroup, layout: Any) -> list[str]:
-        return weights.load(module, group, lambda *event, **details: None, Activity(), layout)
+        return weights.load(module, group, lambda *event, **details: None, WorkerClock().activity, layout)
 
     second, _ = begin_generation(group, "AdamW", begin_with=load)
     is_sharded = all(isinstance(parameter, DTensor) for parameter in second.module.parameters())

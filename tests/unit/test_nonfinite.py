@@ -136,7 +136,7 @@ def test_weights_that_the_optimizer_made_infinite_are_not_committed(new_run: New
                 optimizer.param_groups[0]["lr"] = 3e38 if step.index == 3 else 0.1
                 step.optimize()
     checkpointer_of(run).close(60)
-    assert committed_steps(commits_in(tmp_path).sizes()) == [3]
+    assert committed_steps(commits_in(tmp_path).listing()) == [3]
 
 
 def on_a_rank(

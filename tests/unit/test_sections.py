@@ -21,6 +21,7 @@ from elastic_ddp.rendezvous.hang import Activity, ActivityReport, Section, diffe
 from elastic_ddp.rendezvous.messages import RendezvousOptions
 from elastic_ddp.rendezvous.user_place import Frame, collective_of, user_place
 from elastic_ddp.torch_internals import backend_of
+from elastic_ddp.worker import clock
 from elastic_ddp.worker.step import Step
 from tests.ranks import run_ranks
 from tests.unit import rank_steps
@@ -90,7 +91,7 @@ def sections_of_steps(group: ProcessGroup, config: RunConfig) -> list[Section]:
             step.backward(model(batch["x"]).float().square().mean(), weight=3000.0)
         step.optimize()
 
-    rank_steps.Activity = Recorded  # type: ignore[misc]
+    clock.Activity = Recorded  # type: ignore[misc]
     torch.manual_seed(0)
     rank_steps.run_steps(group, config, torch.nn.Linear(3, 1), body)
     return sections
