@@ -1,4 +1,4 @@
-"""Converts Arrow columns to NumPy arrays."""
+"""Converts Arrow columns to NumPy arrays, and checks whether a tensor can hold them."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ import pyarrow as pa
 from elastic_ddp.errors import DataError
 
 Array = npt.NDArray[Any]
+Arrays = dict[str, Array]
+Int64Array = npt.NDArray[np.int64]
 
 
 def to_numpy(name: str, values: pa.Array) -> Array:
@@ -28,6 +30,13 @@ def to_numpy(name: str, values: pa.Array) -> Array:
         values = values.storage
     _check_nulls(name, values)
     return _lists(name, values) if _is_list(values.type) else values.to_numpy(zero_copy_only=False)
+
+
+def one_array(column: pa.ChunkedArray | pa.Array) -> pa.Array:
+    """Returns a column as one array, without a copy if it has one chunk."""
+    if isinstance(column, pa.Array):
+        return column
+    return column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()
 
 
 def check_nulls(name: str, values: pa.Array) -> None:
@@ -70,6 +79,32 @@ def _lists(name: str, values: pa.Array) -> Array:
             return ragged
     inner = to_numpy(name, values.flatten())
     return inner.reshape(len(values), length, *inner.shape[1:])
+
+
+def check_columns(schema: pa.Schema) -> None:
+    """Raises a DataError for a column type that no tensor can hold, before any row is read."""
+    kinds = {field.name: field.type for field in schema if not isinstance(field.type, pa.BaseExtensionType)}
+    check_tensors({name: to_numpy(name, pa.array([], kind)) for name, kind in kinds.items()}, transformed=False)
+
+
+def check_tensors(rows: Arrays, *, transformed: bool) -> None:
+    """Raises a DataError for a column that no tensor can hold."""
+    for name, values in rows.items():
+        kind = values.dtype.kind
+        if kind not in "biufc":
+            odd = "strings, structs, decimals or lists of different lengths"
+            contents = odd if kind in "OUST" else f"{values.dtype} values"
+            fix = (
+                f"Return numbers for {name!r} from the transform, or leave it out of the result."
+                if transformed
+                else f"Convert {name!r} to numbers in a transform or a collate_fn, or leave it out of data.columns."
+            )
+            raise DataError(f"column {name!r} holds {contents}, which no tensor can hold. {fix}")
+        if values.dtype.itemsize > (16 if kind == "c" else 8) or not values.dtype.isnative:
+            raise DataError(
+                f"column {name!r} holds {values.dtype} values, which no tensor can hold. Convert them with astype to "
+                "float64 or narrower, in this machine's byte order."
+            )
 
 
 def widen(column: pa.ChunkedArray) -> pa.ChunkedArray:

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
-from typing import Any, Self
+from typing import Self
 
 import ray
 import torch
@@ -20,13 +20,15 @@ from elastic_ddp.data.index import DatasetIndex
 from elastic_ddp.data.map_style import MapStyleIndex
 from elastic_ddp.data.micro_batches import MicroBatch, Placer, map_tensors
 from elastic_ddp.data.order import FeedPlan
-from elastic_ddp.data.pipeline import Pipeline, ProcessDiedError, explain_failure, open_batches, open_chunks
-from elastic_ddp.data.split import EndedEarlyError, HostBatch, split_into_micro_batches, take_collated
+from elastic_ddp.data.pipeline import Pipeline, explain_failure
+from elastic_ddp.data.split import EndedEarlyError, HostBatch
 from elastic_ddp.data.transform import Transform
+from elastic_ddp.data.user_calls import UserCallError
+from elastic_ddp.data.work import Work
 from elastic_ddp.errors import DataError, PeerFailedError
 
-_CHUNKS_PER_PIPELINE = 100_000
-"""A new pipeline starts after about this many chunks, because Ray Data keeps 1.2 KB for each block it has seen."""
+_MICRO_BATCHES_PER_PIPELINE = 100_000
+"""A new pipeline starts after this many, because Ray Data keeps 1.2 KB for each block that it has seen."""
 _RELEASE_TIMEOUT_S = 0.5
 _MAX_POLL_S = 10.0
 """Longest pause between two checks for a call of the user's function that hangs."""
@@ -50,10 +52,7 @@ class MicroBatchFeed:
         before_reading: Callable[[], object] = lambda: None,
         hang_timeout_s: float = math.inf,
     ) -> None:
-        self._index = index
-        self._transform, self._collate_fn = transform, collate_fn
-        self._collates = collate_fn is not None or isinstance(index, MapStyleIndex)
-        self._plan = plan
+        self._work, self._plan = Work(index, plan, transform, collate_fn), plan
         self.micro_batches = plan.micro_batches
         self._device = device
         self._any_node = False  # whether tasks may run on other nodes
@@ -65,7 +64,7 @@ class MicroBatchFeed:
         self._before_reading = before_reading
         self._hang_timeout_s = hang_timeout_s
         self._release_requested = self._released = False
-        self._pipeline: Pipeline[Any] | None = None
+        self._pipeline: Pipeline | None = None
         self._start()
 
     def _start(self) -> None:
@@ -91,7 +90,7 @@ class MicroBatchFeed:
 
     def locate(self, row_ids: Sequence[int]) -> str:
         """Returns text for rows of the data set, such as "rows 3, 17 of a.parquet"."""
-        return self._index.locate(row_ids)
+        return self._work.index.locate(row_ids)
 
     @property
     def is_ready(self) -> bool:
@@ -241,9 +240,9 @@ class MicroBatchFeed:
                 if self._any_node:
                     raise
                 self._any_node = True
-            except (ray.exceptions.RayError, ProcessDiedError) as error:
+            except (ray.exceptions.RayError, UserCallError) as error:
                 failures = failures + 1 if done == before else 1
-                call = error.place if isinstance(error, ProcessDiedError) else None
+                call = error.place if isinstance(error, UserCallError) else None
                 if failures >= _MAX_PIPELINE_FAILURES or (call is not None and call == fatal_call):
                     raise explain_failure(error) from error
                 fatal_call = call
@@ -252,26 +251,16 @@ class MicroBatchFeed:
         """Yields the micro-batches of one pipeline, from the `done`-th on."""
         owned = len(self._plan.micro_batches)
         first_step = done // owned
-        size = self._plan.shape.micro_batch_size
-        steps = max(
-            1, _CHUNKS_PER_PIPELINE * (size if self._collates else self._plan.options.chunk_rows) // (owned * size)
-        )
+        steps = max(1, _MICRO_BATCHES_PER_PIPELINE // owned)
         plan = replace(self._plan, first_step=first_step, last_step=min(first_step + steps, self._plan.last_step))
-        pipeline: Pipeline[Any]
-        split: Any
-        if self._collates:
-            pipeline = open_batches(self._index, plan, self._transform, self._collate_fn, any_node=self._any_node)
-            split = take_collated
-        else:
-            assert isinstance(self._index, DatasetIndex)
-            pipeline = open_chunks(self._index, plan, self._transform, any_node=self._any_node)
-            split = split_into_micro_batches
+        work = replace(self._work, plan=plan)
+        pipeline = Pipeline(work, any_node=self._any_node)
         try:
             with self._changed:
                 if self._closed:
                     raise _Closed
                 self._pipeline = pipeline
-            for batch in split(plan, iter(pipeline), lambda: self._skipped_to):
+            for batch in work.split(iter(pipeline), lambda: self._skipped_to):
                 if batch.number >= done:
                     yield batch
         finally:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import os
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -18,21 +19,31 @@ from elastic_ddp.seeding import preserve_rng_state, seed_all
 _PROBED_ROWS = 8
 
 
-def fetch(data: Any, rows: list[int]) -> Iterator[Any]:
-    """Yields the rows of a map-style data set. Like a DataLoader, it reads them at once if there is `__getitems__`."""
-    if getattr(data, "__getitems__", None):
-        yield from data.__getitems__(rows)
-    else:
-        for row in rows:
-            yield data[row]
+def fetch_rows(data: Any, numbers: list[int], where: str = "") -> list[Any]:
+    """Returns rows of a map-style data set. Like a DataLoader, it reads them at once if there is `__getitems__`.
 
-
-def row_error(rows: list[int], error: BaseException, place: str = "") -> DataError:
-    """Returns the error for rows that cannot be read. Call it where `error` was caught."""
-    what = f"data[{rows[0]}]" if len(rows) == 1 else f"data.__getitems__({rows})"
-    what = f"{what} raised {text_of(error, repr)}{place}"
-    text = f"{what}:\n{traceback.format_exc().rstrip()}\n{environment().advise(error)}"
-    return DataError(text.rstrip())
+    Raises a DataError, which has `where`, the place in the run.
+    """
+    at_once, rows = getattr(data, "__getitems__", None), []
+    try:
+        if at_once is not None:
+            rows.extend(at_once(list(numbers)))
+        else:
+            for number in numbers:
+                rows.append(data[number])
+    except (Exception, SystemExit) as error:
+        failed = numbers if at_once is not None else [numbers[len(rows)]]
+        what = f"data[{failed[0]}]" if len(failed) == 1 else f"data.__getitems__({failed})"
+        what = f"{what} raised {text_of(error, repr)}{where}"
+        raise DataError(
+            f"{what}:\n{traceback.format_exc().rstrip()}\n{environment().advise(error)}".rstrip()
+        ) from error
+    if len(rows) != len(numbers):
+        raise DataError(
+            f"data.__getitems__ returned {len(rows)} rows for {len(numbers)} row numbers{where}. Return one row for "
+            "each number, in their order."
+        )
+    return rows
 
 
 def of_columns(columns: Mapping[str, Any]) -> str:
@@ -67,10 +78,7 @@ def _row_digest(data: Any, row: int) -> str:
     digest = hashlib.sha256()
     with preserve_rng_state(torch.device("cpu")):
         seed_all(0, "probe", row)
-        try:
-            _update(digest, next(fetch(data, [row])))
-        except Exception as error:
-            raise row_error([row], error) from error
+        _update(digest, fetch_rows(data, [row])[0])
     return digest.hexdigest()
 
 
@@ -110,18 +118,15 @@ def _tensor_as_array(tensor: Any) -> Any:
     return [str(dense.dtype), list(dense.shape), dense.reshape(-1).view(torch.uint8).numpy()]
 
 
-class _Sink:
+class _Sink(io.RawIOBase):
     """A file whose content enters a digest."""
-
-    closed = False
 
     def __init__(self, digest: Any) -> None:
         self._digest = digest
 
-    def write(self, data: bytes) -> int:
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
         self._digest.update(data)
         return len(data)
-
-    def flush(self) -> None: ...
-
-    def close(self) -> None: ...

@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 import pyarrow as pa
 
+from elastic_ddp.data.columns import Int64Array
 from elastic_ddp.data.files import DataFile, Source, entries_of, filesystem_of, list_files, read_footer
-from elastic_ddp.data.order import Int64Array
 from elastic_ddp.data.user_calls import describe_rows
 from elastic_ddp.errors import DataError, shorten
 from elastic_ddp.storage.errors import suggest_fix

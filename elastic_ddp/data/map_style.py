@@ -18,12 +18,10 @@ import numpy as np
 import pyarrow as pa
 import ray
 
-from elastic_ddp.data.columns import Array, check_nulls, to_numpy, widen
+from elastic_ddp.data.columns import Array, Int64Array, check_nulls, check_tensors, to_numpy, widen
 from elastic_ddp.data.files import Source
 from elastic_ddp.data.fingerprint import of_columns, of_rows
-from elastic_ddp.data.order import Int64Array
 from elastic_ddp.data.packing import dump, load
-from elastic_ddp.data.transform import check_tensors
 from elastic_ddp.data.user_calls import describe_rows
 from elastic_ddp.data.user_code import Shipped, environment, ship, uninterrupted
 from elastic_ddp.errors import ConfigError, DataError, format_exception, text_of
@@ -60,7 +58,7 @@ class MapStyleIndex:
     """SHA-256 of the data set, from `fingerprint`."""
     name: str
     content: Any
-    """`Columns` or the user's object; after `share`, what `load_shared` loads it from."""
+    """`Columns` or the user's object; after `share`, what `load_content` loads it from."""
     varying_row: int | None = None
     """A row that differs between two reads with equal seeds, if one was found."""
 
@@ -102,12 +100,14 @@ class MapStyleIndex:
         return replace(self, content=ship(parts, "data"))
 
 
-@lru_cache(maxsize=_CACHED_DATA_SETS)
-def load_shared(content: Shipped) -> Any:
-    """Returns the content that `MapStyleIndex.share` shared. A process unpickles it once.
+def load_content(index: MapStyleIndex) -> Any:
+    """Returns the content of an index, also if it was shared. Raises a DataError if this node cannot load it."""
+    return _load_shared(index.content) if isinstance(index.content, Shipped) else index.content
 
-    Raises a DataError if this node lacks a module or a file that it needs.
-    """
+
+@lru_cache(maxsize=_CACHED_DATA_SETS)
+def _load_shared(content: Shipped) -> Any:
+    """Returns what `MapStyleIndex.share` shared. A process unpickles it once."""
     parts = content.load()
     try:
         return uninterrupted(lambda: load(parts))

@@ -11,8 +11,7 @@ import numpy as np
 import torch
 
 from elastic_ddp.data.collate import ColumnBatch
-from elastic_ddp.data.columns import Array
-from elastic_ddp.data.order import Int64Array
+from elastic_ddp.data.columns import Array, Int64Array
 from elastic_ddp.data.split import HostBatch
 from elastic_ddp.errors import DataError
 

@@ -31,9 +31,8 @@ import numpy as np
 import numpy.typing as npt
 
 from elastic_ddp.config.run_config import DataConfig
+from elastic_ddp.data.columns import Int64Array
 from elastic_ddp.data.weights import SampleWeights
-
-Int64Array = npt.NDArray[np.int64]
 
 _ROW_GROUPS, _ROWS, _TRANSFORM, _ALL_ROWS, _DRAWS_PER_GROUP, _DRAWS = range(6)
 """The purpose of a random stream, which is part of its seed."""
@@ -65,17 +64,20 @@ class EpochShape:
         return step // self.steps_per_epoch
 
     def lane_start(self, lane: int) -> int:
-        """Returns a lane's first row in the epoch's stream. The first `num_rows % M` lanes have one row more."""
-        short, longer = divmod(self.num_rows, self.num_micro_batches)
-        return lane * short + min(lane, longer)
+        """Returns a lane's first row in the epoch's stream."""
+        return _lane_start(self.num_rows, self.num_micro_batches, lane)
 
     def rows_in_lane(self, lane: int) -> int:
         return self.lane_start(lane + 1) - self.lane_start(lane)
 
     def rows(self, step: int) -> Int64Array:
         """Returns the number of rows of each micro-batch of a step, shape (M,)."""
-        spans = [self.span(step, micro_batch) for micro_batch in range(self.num_micro_batches)]
-        return np.array([stop - start for start, stop in spans], dtype=np.int64)
+        return np.array([self.rows_of(step, number) for number in range(self.num_micro_batches)], dtype=np.int64)
+
+    def rows_of(self, step: int, micro_batch: int) -> int:
+        """Returns the number of rows of a micro-batch."""
+        start, stop = self.span(step, micro_batch)
+        return stop - start
 
     def span(self, step: int, micro_batch: int) -> tuple[int, int]:
         """Returns the rows of a micro-batch as [start, stop) in the lane of the same number."""
@@ -117,9 +119,7 @@ class EpochOrder:
 
     def _build_lane(self, number: int) -> Lane:
         """Returns lane `number`, 0 to M-1. It is empty if the data set has too few rows."""
-        short, longer = divmod(self.num_rows, self.num_lanes)
-        start = number * short + min(number, longer)
-        stop = start + short + (number < longer)
+        start, stop = (_lane_start(self.num_rows, self.num_lanes, lane) for lane in (number, number + 1))
         first = int(np.searchsorted(self._ends, start, side="right"))
         last = int(np.searchsorted(self._ends, stop, side="left"))
         inside = slice(first, last + 1 if start < stop else first)
@@ -202,6 +202,10 @@ class Chunk:
     stop: int
 
     @property
+    def key(self) -> tuple[int, int, int]:
+        return self.lane.epoch, self.lane.number, self.number
+
+    @property
     def window_stop(self) -> int:
         return int(self.lane.window_starts[self.window + 1])
 
@@ -279,6 +283,12 @@ class FeedPlan:
             return np.arange(start, stop)
         first, last = self._group_starts[group : group + 2]
         return self.weights.draw(first, last, uniform((self.seed, _DRAWS, epoch, group, 0), start, stop))
+
+
+def _lane_start(num_rows: int, num_lanes: int, lane: int) -> int:
+    """Returns a lane's first row in the epoch's stream. The first `num_rows % num_lanes` lanes have one row more."""
+    short, longer = divmod(num_rows, num_lanes)
+    return lane * short + min(lane, longer)
 
 
 def _first_rows(rows_per_group: Int64Array) -> Int64Array:

@@ -1,4 +1,4 @@
-"""Moves Python objects between processes of a run: data sets to the data processes, their batches to the worker.
+"""Moves Python objects between processes of a run: data sets to the data processes, chunks and batches to the worker.
 
 Objects are pickled, because a `collate_fn` may return anything. What is unpickled here comes from another process of
 the same run, never from a file. The memory of arrays and tensors is kept apart from the pickle, to copy it less often.
@@ -11,23 +11,30 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 from ray import cloudpickle
 
-from elastic_ddp.data.columns import Array
-from elastic_ddp.data.order import Int64Array
+from elastic_ddp.data.columns import Array, Int64Array, one_array
 from elastic_ddp.errors import DataError, format_exception
 
-_BLOCK_BYTES = 8 << 20
+_BLOCK_BYTES, _FIRST_TASK_BYTES = 8 << 20, 64 << 10
 _FIRST_BLOCK_S, _BLOCK_S = 0.02, 0.1
 """How long the first block is filled, so that the first rows arrive soon, and the others: each costs about 5 ms."""
+_COLUMN = "column:"  # the prefix of the user's columns in a block of rows
 
 Parts = list[Array]
 """A pickle, followed by the memory of the arrays and tensors in it: arrays of bytes."""
+Key = tuple[int, ...]
+"""(epoch, lane, number) of a chunk, or (step, number) of a micro-batch."""
+
+
+def title_of(key: Key) -> str:
+    """Returns the place of a chunk or micro-batch in the run, for messages."""
+    return ("micro-batch {1} of step {0}" if len(key) == 2 else "epoch {}, lane {}, chunk {}").format(*key)
 
 
 class _Pickler(cloudpickle.CloudPickler):
@@ -82,37 +89,50 @@ def _tensor(memory: Array, dtype: Any, shape: tuple[int, ...]) -> Any:
 
 
 @dataclass(frozen=True, eq=False)
-class PackedBatch:
-    """A micro-batch that a data process made."""
+class Content:
+    """A chunk of rows, or a whole micro-batch."""
 
-    step: int
-    micro_batch: int
+    key: Key
     row_ids: Int64Array
+    """The rows' positions in the stored order of the data set, without padding."""
+    value: Any
+    """A dict of Arrow columns after reading; then a dict of arrays, or a batch; `Packed` on its way to the worker."""
+
+
+@dataclass(frozen=True, eq=False)
+class Packed:
+    """A pickled value."""
+
     parts: Parts
-    """The batch as from `dump`, in the read-only memory of the object store."""
+    """As from `dump`, in the read-only memory of the object store."""
 
     def load(self, new_memory: Callable[[int], Array] = lambda size: np.empty(size, np.uint8)) -> Any:
-        """Returns the batch, in memory of its own: `new_memory(size)` returns a writable array of bytes."""
+        """Returns the value, in memory of its own: `new_memory(size)` returns a writable array of bytes."""
         copies = [new_memory(len(part)) for part in self.parts[1:]]
         for copy, part in zip(copies, self.parts[1:], strict=True):
             copy[:] = part
         return load([self.parts[0], *copies])
 
 
-def pack_blocks(batches: Iterator[tuple[int, int, Int64Array, Any]]) -> Iterator[pa.Table]:
-    """Yields blocks of one row each, which hold batches, given as (step, micro-batch number, row ids, batch)."""
+def pack(content: Content) -> Content:
+    """Returns the content with its value pickled. Raises a DataError if that is not possible."""
+    try:
+        return replace(content, value=Packed(dump(content.value)))
+    except Exception as error:  # objects raise what they like
+        raise DataError(
+            f"the batch of {title_of(content.key)} cannot be sent to the worker: {format_exception(error)}. Return "
+            "tensors, arrays, and values that can be pickled from collate_fn."
+        ) from error
+
+
+def pack_blocks(contents: Iterator[Content]) -> Iterator[pa.Table]:
+    """Yields blocks of one row each, which hold contents."""
     headers: list[list[Any]] = []
     parts: Parts = []
     size, ends_at = 0, time.monotonic() + _FIRST_BLOCK_S
-    for step, micro_batch, row_ids, batch in batches:
-        try:
-            own = [np.frombuffer(row_ids.tobytes(), np.uint8), *dump(batch)]
-        except Exception as error:  # objects raise what they like
-            raise DataError(
-                f"the batch of micro-batch {micro_batch} of step {step} cannot be sent to the worker: "
-                f"{format_exception(error)}. Return tensors, arrays, and values that can be pickled from collate_fn."
-            ) from error
-        headers.append([step, micro_batch, [len(part) for part in own]])
+    for content in map(pack, contents):
+        own = [np.frombuffer(content.row_ids.tobytes(), np.uint8), *content.value.parts]
+        headers.append([content.key, [len(part) for part in own]])
         parts += own
         size += sum(map(len, own))
         if size > _BLOCK_BYTES or time.monotonic() > ends_at:
@@ -129,13 +149,49 @@ def _block(headers: list[list[Any]], parts: Parts) -> pa.Table:
     return pa.table({"header": pa.array([json.dumps(headers)]), "payload": column})
 
 
-def unpack_block(block: pa.Table) -> Iterator[PackedBatch]:
-    """Yields the batches in a block of `pack_blocks`."""
+def unpack_block(block: pa.Table) -> Iterator[Content]:
+    """Yields the contents of a block of `pack_blocks`, packed."""
     for row in range(block.num_rows):
         payload = np.frombuffer(block["payload"][row].as_buffer(), np.uint8)
         start = 0
-        for step, micro_batch, sizes in json.loads(block["header"][row].as_py()):
+        for key, sizes in json.loads(block["header"][row].as_py()):
             ends = start + np.cumsum(sizes)
             parts = [payload[end - size : end] for end, size in zip(ends.tolist(), sizes, strict=True)]
             start = int(ends[-1])
-            yield PackedBatch(step, micro_batch, np.frombuffer(parts[0].tobytes(), np.int64), parts[1:])
+            yield Content(tuple(key), np.frombuffer(parts[0].tobytes(), np.int64), Packed(parts[1:]))
+
+
+def pack_rows(rows: Iterator[Content]) -> Iterator[pa.Table]:
+    """Yields blocks of one row each, which hold Arrow columns. Each is a task: the first ones are small."""
+    group: list[Content] = []
+    size, limit = 0, _FIRST_TASK_BYTES
+    for each in rows:
+        group.append(each)
+        size += sum(column.nbytes for column in each.value.values())
+        if size > limit:
+            yield _rows(group)
+            # Whole micro-batches are collated, which may multiply their size.
+            limit = min(2 * limit, _BLOCK_BYTES) if len(each.key) == 3 else limit
+            group, size = [], 0
+    if group:
+        yield _rows(group)
+
+
+def _rows(group: list[Content]) -> pa.Table:
+    table = pa.concat_tables(pa.table(each.value) for each in group)
+    lists = {_COLUMN + name: one_array(values) for name, values in zip(table.column_names, table.columns, strict=True)}
+    lists["row_ids"] = pa.array(np.concatenate([each.row_ids for each in group]))
+    columns = {name: pa.LargeListArray.from_arrays([0, len(values)], values) for name, values in lists.items()}
+    header = [[each.key, len(each.row_ids), len(next(iter(each.value.values())))] for each in group]
+    return pa.table({"header": pa.array([json.dumps(header)]), **columns})
+
+
+def unpack_rows(block: pa.Table) -> Iterator[Content]:
+    """Yields the Arrow columns in a block of `pack_rows`."""
+    for row in range(block.num_rows):
+        lists = {name: block[name][row].values for name in block.column_names if name != "header"}
+        row_ids, first_id, start = lists.pop("row_ids").to_numpy(), 0, 0
+        for key, num_ids, num_rows in json.loads(block["header"][row].as_py()):
+            columns = {name.removeprefix(_COLUMN): values.slice(start, num_rows) for name, values in lists.items()}
+            yield Content(tuple(key), row_ids[first_id : first_id + num_ids], columns)
+            first_id, start = first_id + num_ids, start + num_rows

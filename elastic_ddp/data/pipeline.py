@@ -1,68 +1,53 @@
-"""A worker's Ray Data pipelines: read, transform and collate the rows of a plan, in order, on the worker's node."""
+"""A worker's Ray Data pipelines: do the work of a plan in order, in processes on the worker's node."""
 
 from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import chain, cycle
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import pyarrow as pa
 import ray
 from ray.data import ExecutionResources, TaskPoolStrategy
+from ray.data.block import BlockMetadata
+from ray.data.datasource import Datasource, ReadTask
 
-from elastic_ddp.data.chunk_source import ChunkSource
-from elastic_ddp.data.collate import CollateFn, Collator, batches_in_memory, collate_rows, read_rows
-from elastic_ddp.data.index import DatasetIndex
 from elastic_ddp.data.map_style import MapStyleIndex
-from elastic_ddp.data.order import FeedPlan
-from elastic_ddp.data.packing import PackedBatch, pack_blocks, unpack_block
-from elastic_ddp.data.source import BLOCK_BYTES, read_chunks
-from elastic_ddp.data.split import ChunkContent
-from elastic_ddp.data.transform import PrepareChunks, Transform, unpack
-from elastic_ddp.data.user_calls import CallRecords, FatalCall, record_calls
+from elastic_ddp.data.packing import Content, pack_blocks, pack_rows, unpack_block, unpack_rows
+from elastic_ddp.data.user_calls import CallRecords, UserCallError, record_calls
 from elastic_ddp.data.user_code import Shipped, refuse_breakpoints, ship
+from elastic_ddp.data.work import Work
 from elastic_ddp.errors import ConfigError, DataError, format_exception
 
 _STORE_BYTES = 32 << 20
 """Limit on finished blocks that wait in the object store. A higher limit makes no feed faster."""
-_ROW_BYTES = 1
-"""A limit on the size of blocks that makes each row one block: `pack_blocks` puts several batches into a row."""
-_TASK_BYTES = 64 << 10
-"""Rows that a task collates, at least, if other tasks collate than read."""
+_NO_JOIN = 1
+"""A limit on the size of blocks that makes each row one block: a row holds several chunks or micro-batches."""
 _NAME = "elastic_ddp"  # the prefix of names and ids of these executions
 
-Content = TypeVar("Content")
 Tables = Iterator[pa.Table]
 
 
-class ProcessDiedError(Exception):
-    """A data process died in a call of the user's function."""
+class Pipeline:
+    """Yields packed chunks or micro-batches in order. One thread iterates, once; any thread may close it.
 
-    def __init__(self, message: str, place: str) -> None:
-        super().__init__(message)
-        self.place = place
-        """The place in the run of the call."""
+    For a data set in memory, each of `data.concurrency` processes makes every n-th micro-batch, like those of a
+    DataLoader. Parquet files are read by one process. It also makes chunks or micro-batches if `data.concurrency` is 1,
+    or if there is no function of the user to call.
 
+    With `any_node`, tasks may run on other nodes, for when Ray no longer starts tasks on this one.
+    """
 
-class Pipeline(Generic[Content]):
-    """Yields what its executions produce, one from each in turn. One thread iterates, once; any thread may close it."""
-
-    def __init__(
-        self,
-        datasets: Sequence[ray.data.Dataset],
-        unpack: Callable[[pa.Table], Iterator[Content]],
-        stages: _Stages,
-        locate: Callable[[list[int]], str],
-    ) -> None:
+    def __init__(self, work: Work, *, any_node: bool = False) -> None:
         _filter_logs()
         # Imported here: with another Ray version the import fails, and the driver explains that better.
         from elastic_ddp.ray_internals.dataset import DatasetExecution
 
-        self._executions = [DatasetExecution(dataset) for dataset in datasets]
-        self._unpack = unpack
-        self._records, self._locate = stages.records, locate
+        self._records, self._locate = CallRecords(), work.index.locate
+        self._executions = [DatasetExecution(each) for each in _datasets(work, any_node, self._records.folder)]
 
     def __iter__(self) -> Iterator[Content]:
         """Yields in order, and stops early when the pipeline is closed.
@@ -70,11 +55,11 @@ class Pipeline(Generic[Content]):
         Raises:
             DataError: raised by a read, the transform, the data set, or the collate function.
             ConfigError: one of them cannot be loaded on this node.
-            ProcessDiedError: a task's process died in a call of the user's function.
+            UserCallError: a task's process died in a call of the user's function.
             ray.exceptions.RayError: a task failed in another way.
         """
         try:
-            contents = [chain.from_iterable(map(self._unpack, execution)) for execution in self._executions]
+            contents = [chain.from_iterable(map(unpack_block, execution)) for execution in self._executions]
             for source in cycle(contents):
                 if (content := next(source, None)) is None:
                     return
@@ -82,26 +67,25 @@ class Pipeline(Generic[Content]):
         except Exception as error:
             cause = _own_error(error)
             if cause is None and (fatal := self._fatal_call(error)) is not None:
-                raise ProcessDiedError(fatal.message, fatal.place) from error
+                raise fatal from error
             if cause is None:
                 raise
             message, _, _ = str(cause).partition("\nFailed to apply ")  # Ray appends advice on Ray Data
             kind = DataError if isinstance(cause, DataError) else ConfigError
             raise kind(message.rstrip()) from error
 
-    def _fatal_call(self, error: Exception) -> FatalCall | None:
+    def _fatal_call(self, error: Exception) -> UserCallError | None:
         """Returns the call of the user's function in which a task's process died."""
         if isinstance(error, ray.exceptions.OutOfMemoryError):
             return self._records.find_fatal(self._locate, " because Ray's memory monitor killed it: memory is short")
         return self._records.find_fatal(self._locate) if isinstance(error, ray.exceptions.WorkerCrashedError) else None
 
-    def hanging_call(self, after_s: float, waited_s: float) -> str | None:
-        """Returns the description of a call of the user's function that does not end; see `CallRecords.find_hanging`.
+    def hanging_call(self, after_s: float, waited_s: float) -> UserCallError | None:
+        """Returns a call of the user's function that does not end; see `CallRecords.find_hanging`.
 
         For any thread, but one at a time.
         """
-        call = self._records.find_hanging(self._locate, after_s, waited_s)
-        return call.message if call is not None else None
+        return self._records.find_hanging(self._locate, after_s, waited_s)
 
     def stop_tasks(self) -> None:
         """Stops the tasks; the iteration ends after the blocks that are ready. Call it in the thread that iterates."""
@@ -115,131 +99,83 @@ class Pipeline(Generic[Content]):
         self._records.close()
 
 
-def open_chunks(
-    index: DatasetIndex, plan: FeedPlan, transform: Transform | None, *, any_node: bool = False
-) -> Pipeline[ChunkContent]:
-    """Returns the pipeline of the transformed chunks of Parquet files.
+def _datasets(work: Work, any_node: bool, records: str) -> list[ray.data.Dataset]:
+    """Returns lazy Ray Data data sets that yield the blocks of a pipeline in turn.
 
-    With `any_node`, tasks may run on other nodes, for when Ray no longer starts tasks on this one.
+    Their tasks run on the worker's node, so that no other node can fail them. Tasks are not retried: Ray would read
+    from the start, but the feed opens a new pipeline at the current step.
     """
-    job = ray.put((index, plan))
-    stages = _Stages(plan, any_node, BLOCK_BYTES)
-    # With one task each, Ray Data fuses reading and transforming into one process.
-    tasks = plan.options.concurrency if transform else 1
-    dataset = stages.read(lambda: read_chunks(*ray.get(job)))
-    prepare = PrepareChunks(plan.seed, _shipped(transform, "transform"), lambda rows: ray.get(job)[0].locate(rows))
-    return Pipeline([stages.map(dataset, prepare, tasks)], unpack, stages, index.locate)
+    transform, collate_fn = _shipped(work.transform, "transform"), _shipped(work.collate_fn, "collate_fn")
+    job: Any = ray.put(replace(work, transform=transform, collate_fn=collate_fn))
+    in_memory = isinstance(work.index, MapStyleIndex)
+    tasks = work.plan.options.concurrency if in_memory or transform or collate_fn else 1
+    remote: dict[str, Any] = {"num_cpus": work.plan.options.num_cpus_per_task}
+    if not any_node:
+        remote["label_selector"] = {"ray.io/node-id": ray.get_runtime_context().get_node_id()}
 
-
-def open_batches(
-    index: DatasetIndex | MapStyleIndex,
-    plan: FeedPlan,
-    transform: Transform | None,
-    collate_fn: CollateFn | None,
-    *,
-    any_node: bool = False,
-) -> Pipeline[PackedBatch]:
-    """Returns the pipeline of collated micro-batches; `any_node` as in `open_chunks`.
-
-    For a data set in memory, each of `concurrency` processes makes every n-th micro-batch, like those of a DataLoader.
-    Parquet files are read by one process, which also collates if `concurrency` is 1.
-    """
-    job: Any = ray.put((index, Collator(plan, _shipped(transform, "transform"), _shipped(collate_fn, "collate_fn"))))
-    tasks = plan.options.concurrency
-    if isinstance(index, MapStyleIndex):
-        stages = _Stages(plan, any_node, _ROW_BYTES)
-        datasets = [stages.read(_share_in_memory(job, share, tasks)) for share in range(tasks)]
-        return Pipeline(datasets, unpack_block, stages, index.locate)
-
-    def read() -> Tables:
-        index, collator = ray.get(job)
-        return read_rows(index, collator.plan)
-
-    def collate(tables: Tables) -> Tables:
-        index, collator = ray.get(job)
-        return pack_blocks(chain.from_iterable(collate_rows(collator, table, index.locate) for table in tables))
-
-    stages = _Stages(plan, any_node, _ROW_BYTES if tasks == 1 else _TASK_BYTES)
-    if tasks == 1:
-        dataset = stages.read(lambda: collate(read()))
-    else:
-        dataset = stages.map(stages.read(read), lambda table: collate(iter([table])), tasks)
-    return Pipeline([dataset], unpack_block, stages, index.locate)
-
-
-def _share_in_memory(job: ray.ObjectRef, share: int, num_shares: int) -> Callable[[], Tables]:
-    def read() -> Tables:
-        index, collator = ray.get(job)
-        return pack_blocks(batches_in_memory(index, collator, share, num_shares))
-
-    return read
-
-
-class _Stages:
-    """Builds lazy Ray Data data sets whose tasks run on the worker's node, so that no other node can fail them.
-
-    Tasks are not retried: Ray would read from the start, but the feed opens a new pipeline at the current step.
-    """
-
-    def __init__(self, plan: FeedPlan, any_node: bool, block_bytes: int) -> None:
-        self._remote: dict[str, Any] = {"num_cpus": plan.options.num_cpus_per_task}
-        if not any_node:
-            self._remote["label_selector"] = {"ray.io/node-id": ray.get_runtime_context().get_node_id()}
-        self._block_bytes = block_bytes
-        self.records = CallRecords()
-
-    def read(self, tables: Callable[[], Tables]) -> ray.data.Dataset:
+    def read(contents: Callable[[Work], Tables]) -> ray.data.Dataset:
         """Returns a data set that one task reads."""
-        folder = self.records.folder
 
-        def read() -> Tables:
-            _begin_task(folder)
-            return tables()
+        def tables() -> Tables:
+            _begin_task(records)
+            return contents(ray.get(job))
 
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # max_retries has no successor in Ray 2.60
-            dataset = ray.data.read_datasource(
-                ChunkSource(read),
-                override_num_blocks=1,
-                compute=TaskPoolStrategy(size=1),
-                ray_remote_args={"max_retries": 0},
-                **self._remote,
-            )
-        return self._configured(dataset)
+        return ray.data.read_datasource(
+            _Source(tables),
+            override_num_blocks=1,
+            compute=TaskPoolStrategy(size=1),
+            ray_remote_args={"max_retries": 0},
+            **remote,
+        )
 
-    def map(
-        self, dataset: ray.data.Dataset, function: Callable[[pa.Table], Tables], num_tasks: int
-    ) -> ray.data.Dataset:
-        """Returns the data set with the function applied to each of its blocks by up to `num_tasks` tasks at a time."""
-        folder = self.records.folder
+    def read_share(share: int) -> ray.data.Dataset:
+        return read(lambda work: pack_blocks(work.make_in_memory(share, tasks)))
 
-        def apply(table: pa.Table) -> Tables:
-            _begin_task(folder)
-            return function(table)
+    def make(table: pa.Table) -> Tables:
+        _begin_task(records)
+        work: Work = ray.get(job)
+        return pack_blocks(map(work.make, unpack_rows(table)))
 
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)
-            dataset = dataset.map_batches(
-                apply,
-                batch_size=None,
-                batch_format="pyarrow",
-                compute=TaskPoolStrategy(size=num_tasks),
-                max_retries=0,
-                **self._remote,
-            )
-        return self._configured(dataset)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # max_retries has no successor in Ray 2.60
+        if in_memory:
+            return [_configured(read_share(share)) for share in range(tasks)]
+        if tasks == 1:
+            return [_configured(read(lambda work: pack_blocks(work.contents())))]
+        rows = read(lambda work: pack_rows(work.read()))
+        pool = TaskPoolStrategy(size=tasks)
+        made = rows.map_batches(make, batch_size=None, batch_format="pyarrow", compute=pool, max_retries=0, **remote)
+        return [_configured(made)]
 
-    def _configured(self, dataset: ray.data.Dataset) -> ray.data.Dataset:
-        dataset.set_name(_NAME)
-        context = dataset.context
-        context.execution_options.preserve_order = True
-        context.execution_options.resource_limits = ExecutionResources(object_store_memory=_STORE_BYTES)
-        context.target_max_block_size = self._block_bytes
-        context.execution_no_progress_timeout_s = -1  # training may pause for any time
-        context.issue_detectors_config.detectors = []  # a read task may run for hours
-        context.enable_progress_bars = False
-        context.print_on_execution_start = False
-        return dataset
+
+def _configured(dataset: ray.data.Dataset) -> ray.data.Dataset:
+    dataset.set_name(_NAME)
+    context = dataset.context
+    context.execution_options.preserve_order = True
+    context.execution_options.resource_limits = ExecutionResources(object_store_memory=_STORE_BYTES)
+    context.target_max_block_size = _NO_JOIN
+    context.execution_no_progress_timeout_s = -1  # training may pause for any time
+    context.issue_detectors_config.detectors = []  # a read task may run for hours
+    context.enable_progress_bars = False
+    context.print_on_execution_start = False
+    return dataset
+
+
+class _Source(Datasource):
+    """A Ray Data source with one task."""
+
+    def __init__(self, read: Callable[[], Tables]) -> None:
+        super().__init__()
+        self._read = read
+
+    def get_name(self) -> str:
+        return "Chunks"
+
+    def estimate_inmemory_data_size(self) -> int | None:
+        return None
+
+    def get_read_tasks(self, parallelism: int, *args: object, **kwargs: object) -> list[ReadTask]:
+        return [ReadTask(self._read, BlockMetadata(num_rows=None, size_bytes=None, input_files=None, exec_stats=None))]
 
 
 def _begin_task(records: str) -> None:
@@ -252,7 +188,7 @@ def _begin_task(records: str) -> None:
 
 def explain_failure(error: Exception) -> Exception:
     """Returns the error to raise for tasks that failed repeatedly."""
-    if isinstance(error, ProcessDiedError):
+    if isinstance(error, UserCallError):
         return DataError(str(error))
     if isinstance(error, ray.exceptions.WorkerCrashedError | ray.exceptions.OutOfMemoryError):
         return DataError(f"the process that reads the data died again and again: {format_exception(error)}")

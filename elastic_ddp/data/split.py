@@ -9,20 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from elastic_ddp.data.order import Chunk, FeedPlan, Int64Array
-from elastic_ddp.data.packing import PackedBatch
-
-
-@dataclass(frozen=True, eq=False)
-class ChunkContent:
-    """The rows of a chunk."""
-
-    epoch: int
-    lane: int
-    number: int
-    row_ids: Int64Array
-    columns: dict[str, Any]
-    """Arrays of one element for each row, which may be views of the object store's read-only memory."""
+from elastic_ddp.data.columns import Int64Array
+from elastic_ddp.data.order import Chunk, FeedPlan
+from elastic_ddp.data.packing import Content, Packed, title_of
 
 
 class EndedEarlyError(Exception):
@@ -37,7 +26,7 @@ class HostBatch:
     number: int
     """Its number among all micro-batches of this worker, counted from step 0."""
     index: int
-    content: list[dict[str, Any]] | PackedBatch
+    content: list[dict[str, Any]] | Packed
     """The columns of each piece of a chunk, or a collated batch. An empty micro-batch has `micro_batch_size` rows of
     padding."""
     row_ids: Int64Array
@@ -45,7 +34,7 @@ class HostBatch:
 
 
 def split_into_micro_batches(
-    plan: FeedPlan, contents: Iterator[ChunkContent], skipped_to: Callable[[], int]
+    plan: FeedPlan, contents: Iterator[Content], skipped_to: Callable[[], int]
 ) -> Iterator[HostBatch]:
     """Yields the micro-batches of a plan from the plan's chunks. Skips steps before the one that `skipped_to` returns.
 
@@ -54,7 +43,7 @@ def split_into_micro_batches(
     """
     chunks = plan.chunks()
     epoch = -1
-    lanes: dict[int, deque[tuple[Chunk, ChunkContent]]] = {}
+    lanes: dict[int, deque[tuple[Chunk, Content]]] = {}
     for step in range(plan.first_step, plan.last_step):
         if step < skipped_to():
             continue
@@ -68,19 +57,14 @@ def split_into_micro_batches(
                 held.popleft()
             while not held or held[-1][0].stop < stop:
                 chunk = next(chunks)  # in the order of need: after skipped steps it may belong to another lane
-                content = next(contents, None)
-                if content is None:
-                    raise EndedEarlyError
-                expected = chunk.lane.epoch, chunk.lane.number, chunk.number
-                if (content.epoch, content.lane, content.number) != expected:
-                    raise RuntimeError(f"the pipeline yielded {content} instead of (epoch, lane, chunk) {expected}")
+                content = _next(contents, chunk.key)
                 if chunk.lane.epoch == epoch:
                     lanes.setdefault(chunk.lane.number, deque()).append((chunk, content))
             pieces, row_ids = [], []
             for chunk, content in held:
                 inside = slice(max(start - chunk.start, 0), min(stop, chunk.stop) - chunk.start)
                 if inside.start < inside.stop:
-                    pieces.append({name: values[inside] for name, values in content.columns.items()})
+                    pieces.append({name: values[inside] for name, values in content.value.items()})
                     row_ids.append(content.row_ids[inside])
             if not rows[micro_batch]:
                 pieces *= plan.shape.micro_batch_size
@@ -88,14 +72,20 @@ def split_into_micro_batches(
             yield HostBatch(step, step * len(plan.micro_batches) + position, micro_batch, pieces, counted)
 
 
-def take_collated(plan: FeedPlan, batches: Iterator[PackedBatch], skipped_to: Callable[[], int]) -> Iterator[HostBatch]:
+def take_collated(plan: FeedPlan, batches: Iterator[Content], skipped_to: Callable[[], int]) -> Iterator[HostBatch]:
     """Yields the micro-batches of a plan that the data processes collated; as `split_into_micro_batches`."""
     for step in range(plan.first_step, plan.last_step):
         for position, micro_batch in enumerate(plan.micro_batches):
-            batch = next(batches, None)
-            if batch is None:
-                raise EndedEarlyError
-            if (batch.step, batch.micro_batch) != (step, micro_batch):
-                raise RuntimeError(f"the pipeline yielded {batch} instead of micro-batch {micro_batch} of step {step}")
+            batch = _next(batches, (step, micro_batch))
             if step >= skipped_to():
-                yield HostBatch(step, step * len(plan.micro_batches) + position, micro_batch, batch, batch.row_ids)
+                number = step * len(plan.micro_batches) + position
+                yield HostBatch(step, number, micro_batch, batch.value, batch.row_ids)
+
+
+def _next(contents: Iterator[Content], key: tuple[int, ...]) -> Content:
+    content = next(contents, None)
+    if content is None:
+        raise EndedEarlyError
+    if content.key != key:
+        raise RuntimeError(f"the pipeline yielded {title_of(content.key)} instead of {title_of(key)}")
+    return content

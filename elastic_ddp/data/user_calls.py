@@ -14,10 +14,9 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 
-from elastic_ddp.data.order import Int64Array
+from elastic_ddp.data.columns import Int64Array
 from elastic_ddp.errors import shorten
 from elastic_ddp.rendezvous.processes import has_ended, process_state
 from elastic_ddp.signals import FATAL_SIGNALS
@@ -60,11 +59,11 @@ def recorded(function: str, place: str, row_ids: Int64Array) -> Iterator[None]:
     """Records a call of the user's function until the context ends.
 
     Args:
-        function: what is called, such as "the transform".
+        function: what is called, such as "the transform"; if empty, the call is not recorded.
         place: the place in the run, which differs for every call.
         row_ids: the rows of the call.
     """
-    if _record is None:
+    if _record is None or not function:
         yield
         return
     file = _record[1]
@@ -81,12 +80,13 @@ def recorded(function: str, place: str, row_ids: Int64Array) -> Iterator[None]:
             os.ftruncate(file, 0)
 
 
-@dataclass(frozen=True)
-class FatalCall:
-    """The call in which a data process died or hangs."""
+class UserCallError(Exception):
+    """The call of the user's function in which a data process died or hangs."""
 
-    place: str
-    message: str
+    def __init__(self, message: str, place: str) -> None:
+        super().__init__(message)
+        self.place = place
+        """The place in the run of the call."""
 
 
 class CallRecords:
@@ -98,7 +98,7 @@ class CallRecords:
         self._waited: dict[tuple[str, int], float] = {}
         """Seconds for which the worker has waited during each running call, by process and the time that it began."""
 
-    def find_fatal(self, locate: Callable[[list[int]], str], reason: str = "") -> FatalCall | None:
+    def find_fatal(self, locate: Callable[[list[int]], str], reason: str = "") -> UserCallError | None:
         """Returns the call in which a process died, or None. Call it after Ray reported that one died.
 
         Args:
@@ -119,7 +119,7 @@ class CallRecords:
                 return None
             time.sleep(0.01)
 
-    def find_hanging(self, locate: Callable[[list[int]], str], after_s: float, waited_s: float) -> FatalCall | None:
+    def find_hanging(self, locate: Callable[[list[int]], str], after_s: float, waited_s: float) -> UserCallError | None:
         """Returns a call for which the worker has waited this many seconds, with the stack of its process, or None.
 
         Args:
@@ -142,7 +142,7 @@ class CallRecords:
                     return self._describe_hanging(path, locate, after_s)
         return None
 
-    def _describe_hanging(self, path: Path, locate: Callable[[list[int]], str], after_s: float) -> FatalCall | None:
+    def _describe_hanging(self, path: Path, locate: Callable[[list[int]], str], after_s: float) -> UserCallError | None:
         os.kill(int(path.name), _SHOW_STACK)
         deadline = time.monotonic() + _STACK_TIMEOUT_S
         while time.monotonic() < deadline and not path.read_text(errors="replace").partition("\n")[2]:
@@ -166,13 +166,13 @@ def _signal(report: str) -> str:
     return next((f" of {signal} ({name})" for name, signal in FATAL_SIGNALS.items() if name in problem), "")
 
 
-def _describe(call: str, report: str, locate: Callable[[list[int]], str], what: str) -> FatalCall:
+def _describe(call: str, report: str, locate: Callable[[list[int]], str], what: str) -> UserCallError:
     function, place, row_ids, num_rows = json.loads(call)
     more = f" and {num_rows - len(row_ids):,} more" if num_rows > len(row_ids) else ""
     frames = [line for line in report.splitlines() if line.startswith("  File ")]
     own = next((number for number, line in enumerate(frames) if f'"{_PACKAGE}/' in line), len(frames))
     message = f"the process that runs {function} {what}, in {place}: {locate(row_ids)}{more}"
-    return FatalCall(place, "\n".join([message, *frames[:own]]))
+    return UserCallError("\n".join([message, *frames[:own]]), place)
 
 
 def describe_rows(row_ids: Sequence[int], where: str = "the data set") -> str:

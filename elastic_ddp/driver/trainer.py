@@ -23,11 +23,11 @@ from elastic_ddp.checkpoint.record import describe_unmeasured, measurements
 from elastic_ddp.checkpoint.retention import best_commit
 from elastic_ddp.config.run_config import RunConfig
 from elastic_ddp.data.access import files_to_check
+from elastic_ddp.data.columns import check_columns
 from elastic_ddp.data.index import DatasetIndex, open_index
 from elastic_ddp.data.ingest import materialize
 from elastic_ddp.data.map_style import MapStyleIndex, check_data, index_in_memory, is_parquet, is_ray_dataset
-from elastic_ddp.data.transform import check_columns
-from elastic_ddp.data.weight_column import weights_of
+from elastic_ddp.data.weights import weights_of
 from elastic_ddp.driver.checks import (
     check_capacity,
     check_functions,
@@ -62,7 +62,7 @@ if TYPE_CHECKING:
     from elastic_ddp.data.files import Source
     from elastic_ddp.data.map_style import InMemory
     from elastic_ddp.data.transform import Transform
-    from elastic_ddp.data.weight_column import Weights
+    from elastic_ddp.data.weights import Weights
     from elastic_ddp.driver.session import Session
     from elastic_ddp.worker.run import Run
 

@@ -20,8 +20,6 @@ from ray.data._internal.execution import streaming_executor
 from ray.data._internal.execution.metadata_fetcher import InlineMetadataFetcher
 from ray.data._internal.execution.streaming_executor import StreamingExecutor
 
-_MAX_GATHERED = 4
-"""Most blocks that are kept when the tasks are stopped; the limit on waiting blocks allows about as many."""
 _IDLE_S = 1.0
 """Longest pause of the scheduling loop while it has nothing to do."""
 
@@ -49,7 +47,7 @@ class DatasetExecution:
     def gather(self) -> None:
         """Stops the tasks; the iteration yields the blocks that are ready, and ends. For the iterating thread."""
         if self._gathered is None:
-            ready = [next(self._bundles) for _ in range(min(self._executor.num_ready, _MAX_GATHERED))]
+            ready = [next(self._bundles) for _ in range(self._executor.num_ready)]
             self._gathered = deque(block for bundle in ready for block in ray.get(bundle.block_refs))
             self._executor.shutdown(force=False)
 

@@ -18,6 +18,7 @@ import ray
 import torch
 
 from elastic_ddp.config.run_config import DataConfig
+from elastic_ddp.data.columns import Arrays
 from elastic_ddp.data.feed import MicroBatchFeed
 from elastic_ddp.data.feed_cache import FeedCache
 from elastic_ddp.data.index import DatasetIndex, build_index
@@ -25,7 +26,7 @@ from elastic_ddp.data.ingest import materialize
 from elastic_ddp.data.map_style import index_in_memory
 from elastic_ddp.data.micro_batches import MicroBatch
 from elastic_ddp.data.order import EpochShape, FeedPlan
-from elastic_ddp.data.transform import Arrays, Transform
+from elastic_ddp.data.transform import Transform
 from elastic_ddp.errors import DataError
 from elastic_ddp.storage.storage import Storage
 

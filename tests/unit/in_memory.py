@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import Dataset
 
 from elastic_ddp.config.run_config import DataConfig
-from elastic_ddp.data.collate import CollateFn, Collator, batches_in_memory, collate_rows, read_rows
+from elastic_ddp.data.collate import CollateFn
 from elastic_ddp.data.index import DatasetIndex
 from elastic_ddp.data.map_style import index_in_memory
 from elastic_ddp.data.micro_batches import MicroBatch, Placer
@@ -19,6 +19,8 @@ from elastic_ddp.data.order import EpochShape, FeedPlan
 from elastic_ddp.data.packing import dump, pack_blocks, unpack_block
 from elastic_ddp.data.split import take_collated
 from elastic_ddp.data.transform import Transform
+from elastic_ddp.data.user_code import Shipped
+from elastic_ddp.data.work import Work
 
 NUM_MICRO_BATCHES, MICRO_BATCH_SIZE = 4, 3
 
@@ -48,7 +50,7 @@ def pad(rows: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-class Shared:
+class Shared(Shipped):
     """Stands for the Ray object of a data set."""
 
     def __init__(self, content: Any) -> None:
@@ -56,6 +58,8 @@ class Shared:
 
     def load(self) -> Any:
         return self._parts
+
+    __eq__, __hash__ = object.__eq__, object.__hash__
 
 
 def plan_of(num_rows: int, micro_batches: Sequence[int], first_step: int, last_step: int, **options: Any) -> FeedPlan:
@@ -88,13 +92,11 @@ def read(
     if is_parquet:
         options["rows_per_group"] = index.group_rows
     plan = plan_of(index.num_rows, micro_batches, first_step, last_step, **options)
-    collator = Collator(plan, transform, collate_fn)
     if is_parquet:
-        batches = [batch for table in read_rows(data, plan) for batch in collate_rows(collator, table, data.locate)]
-        shares = [iter(batches)]
+        shares = [Work(index, plan, transform, collate_fn).contents()]
     else:
-        index = replace(index, content=Shared(index.content))
-        shares = [batches_in_memory(index, collator, share, processes) for share in range(processes)]
+        work = Work(replace(index, content=Shared(index.content)), plan, transform, collate_fn)
+        shares = [work.make_in_memory(share, processes) for share in range(processes)]
     contents = [(batch for block in pack_blocks(share) for batch in unpack_block(block)) for share in shares]
 
     def in_turn() -> Iterator[Any]:

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from elastic_ddp.config.run_config import DataConfig
 from elastic_ddp.data.order import EpochOrder, EpochShape, FeedPlan, Lane, _permutation, transform_generator
-from elastic_ddp.data.split import ChunkContent, split_into_micro_batches
+from elastic_ddp.data.packing import Content
+from elastic_ddp.data.split import split_into_micro_batches
 
 MicroBatches = dict[tuple[int, int], tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]]
 """For each step and micro-batch: row ids without padding; values and augmented values with padding."""
@@ -40,7 +41,7 @@ def plans(draw: st.DrawFn, *, epochs: int = 2) -> FeedPlan:
     )
 
 
-def read(plan: FeedPlan) -> Iterator[ChunkContent]:
+def read(plan: FeedPlan) -> Iterator[Content]:
     """Yields what the pipeline would for a data set whose only column is the row id, randomly augmented."""
     first_row_ids = np.r_[0, np.cumsum(plan.rows_per_group)]
     for chunk in plan.chunks():
@@ -50,7 +51,7 @@ def read(plan: FeedPlan) -> Iterator[ChunkContent]:
         row_ids = rows[chunk.start - offset : chunk.stop - offset]
         random = transform_generator(plan.seed, lane.epoch, lane.number, chunk.number)
         columns = {"value": row_ids, "augmented": row_ids * 1000 + random.integers(1000, size=len(row_ids))}
-        yield ChunkContent(lane.epoch, lane.number, chunk.number, row_ids, columns)
+        yield Content(chunk.key, row_ids, columns)
 
 
 def rows_of_window(lane: Lane, window: int, first_row_ids: np.ndarray) -> np.ndarray:

@@ -1,12 +1,12 @@
-"""Columns as arrays, the user's transform, and the blocks of a pipeline."""
+"""Columns as arrays, and the user's transform."""
 
 from __future__ import annotations
 
 import random as python_random
 import re
 import sys
-from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -15,22 +15,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from ray.data._internal.output_buffer import BlockOutputBuffer, OutputBlockSizeOption
 
 from elastic_ddp.config.run_config import DataConfig
-from elastic_ddp.data.columns import to_numpy, widen
+from elastic_ddp.data.columns import Arrays, check_columns, check_tensors, to_numpy, widen
 from elastic_ddp.data.index import DatasetIndex, build_index
 from elastic_ddp.data.order import EpochShape, FeedPlan, transform_generator
-from elastic_ddp.data.source import BLOCK_BYTES, read_chunks
-from elastic_ddp.data.split import ChunkContent
-from elastic_ddp.data.transform import (
-    Arrays,
-    PrepareChunks,
-    Transform,
-    check_columns,
-    check_tensors,
-    unpack,
-)
+from elastic_ddp.data.packing import Content, load, pack_blocks, pack_rows, unpack_block, unpack_rows
+from elastic_ddp.data.transform import Transform
+from elastic_ddp.data.work import Work
 from elastic_ddp.errors import DataError
 
 
@@ -58,11 +50,13 @@ def plan_of(index: DatasetIndex, lanes: tuple[int, ...] = (0, 1), first_step: in
 
 def prepare(
     index: DatasetIndex, transform: Transform | None, *, lanes: tuple[int, ...] = (0, 1), first_step: int = 0
-) -> list[ChunkContent]:
-    """Runs the two stages of the pipeline, without Ray."""
+) -> list[Content]:
+    """Returns the chunks that the worker gets, without Ray."""
     plan = plan_of(index, lanes, first_step)
-    stage = PrepareChunks(plan.seed, transform)
-    return [chunk for block in read_chunks(index, plan) for packed in stage(block) for chunk in unpack(packed)]
+    work = Work(index, plan, transform)
+    rows = chain.from_iterable(map(unpack_rows, pack_rows(work.read())))
+    packed = chain.from_iterable(map(unpack_block, pack_blocks(map(work.make, rows))))
+    return [replace(chunk, value=load(chunk.value.parts)) for chunk in packed]
 
 
 def message(index: DatasetIndex, transform: Transform | None) -> str:
@@ -80,50 +74,18 @@ def lengths(rows: Arrays, random: np.random.Generator) -> Arrays:
 def test_rows_keep_their_row_ids(index: DatasetIndex) -> None:
     chunks = prepare(index, lengths)
     for chunk in chunks:
-        assert np.array_equal(chunk.columns["id"], chunk.row_ids)
-        assert chunk.columns["size"].tolist() == [len(f"row {row}") for row in chunk.row_ids]
-        assert chunk.columns["noise"].shape == (len(chunk.row_ids), 2, 3)
-        assert [values.dtype for values in chunk.columns.values()] == [np.int64, np.int16, np.float32]
+        assert np.array_equal(chunk.value["id"], chunk.row_ids)
+        assert chunk.value["size"].tolist() == [len(f"row {row}") for row in chunk.row_ids]
+        assert chunk.value["noise"].shape == (len(chunk.row_ids), 2, 3)
+        assert [values.dtype for values in chunk.value.values()] == [np.int64, np.int16, np.float32]
     for epoch in range(2):
-        rows = np.concatenate([chunk.row_ids for chunk in chunks if chunk.epoch == epoch])
+        rows = np.concatenate([chunk.row_ids for chunk in chunks if chunk.key[0] == epoch])
         assert sorted(rows) == list(range(60))
 
 
-def test_the_blocks_of_a_pipeline_double_in_size(index: DatasetIndex) -> None:
-    """A block that is full earlier ends earlier."""
-    for first_step, transform, expected in (
-        (0, lengths, [2, 4, 8, 14]),  # two lanes with 28 chunks
-        (5, lengths, [3, 6, 11]),  # starts inside a chunk: one lane needs two chunks for the first step
-        (0, three_mebibytes, [2, 3, 1, 3, 3, 2, 3, 3, 3, 3, 2]),  # blocks end after 2, 6 and 14 chunks, or when full
-    ):
-        plan, stage = plan_of(index, first_step=first_step), PrepareChunks(3, transform)
-        read = list(blocks_of_ray_data(read_chunks(index, plan)))
-        packed = blocks_of_ray_data(chunk for block in read for chunk in stage(block))
-        assert [block.num_rows for block in packed] == expected
-        if transform is lengths:
-            assert [block.num_rows for block in read] == expected
-
-
-def blocks_of_ray_data(tables: Iterable[pa.Table]) -> Iterator[pa.Table]:
-    """Yields the blocks that Ray Data makes of a stage's tables."""
-    buffer = BlockOutputBuffer(OutputBlockSizeOption(target_max_block_size=BLOCK_BYTES))
-    for table in tables:
-        buffer.add_block(table)
-        yield from buffer.iter_ready_blocks()
-    buffer.finalize()
-    yield from buffer.iter_ready_blocks()
-
-
-def three_mebibytes(rows: Arrays, random: np.random.Generator) -> Arrays:
-    return {"large": np.zeros((len(rows["id"]), (3 << 20) // len(rows["id"])), np.uint8)}
-
-
-def by_key(chunks: list[ChunkContent]) -> dict[tuple[int, int, int], tuple[list[int], list[Any]]]:
+def by_key(chunks: list[Content]) -> dict[tuple[int, int, int], tuple[list[int], list[Any]]]:
     """The row ids and the random numbers of each chunk."""
-    return {
-        (chunk.epoch, chunk.lane, chunk.number): (chunk.row_ids.tolist(), chunk.columns["noise"].tolist())
-        for chunk in chunks
-    }
+    return {chunk.key: (chunk.row_ids.tolist(), chunk.value["noise"].tolist()) for chunk in chunks}
 
 
 def test_a_random_transform_gives_the_same_rows_on_every_worker_and_resume(index: DatasetIndex) -> None:
@@ -176,7 +138,7 @@ def test_a_transform_may_write_into_its_arrays(index: DatasetIndex) -> None:
         rows["id"] *= 2
         return {"id": rows["id"]}
 
-    assert all((chunk.columns["id"] == 2 * chunk.row_ids).all() for chunk in prepare(index, double))
+    assert all((chunk.value["id"] == 2 * chunk.row_ids).all() for chunk in prepare(index, double))
 
 
 def test_a_column_may_have_any_name_and_shape(tmp_path: Path) -> None:
@@ -188,9 +150,9 @@ def test_a_column_may_have_any_name_and_shape(tmp_path: Path) -> None:
         return {**rows, "nothing": np.zeros((len(rows["epoch"]), 0, 3), np.float16)}
 
     for chunk in prepare(build_index(str(tmp_path)), add_nothing):
-        assert list(chunk.columns) == [*names, "nothing"]
-        assert chunk.columns["nothing"].shape == (len(chunk.row_ids), 0, 3)
-        assert all(np.array_equal(chunk.columns[name], chunk.row_ids) for name in names)
+        assert list(chunk.value) == [*names, "nothing"]
+        assert chunk.value["nothing"].shape == (len(chunk.row_ids), 0, 3)
+        assert all(np.array_equal(chunk.value[name], chunk.row_ids) for name in names)
 
 
 def test_the_error_of_a_transform_contains_its_traceback(index: DatasetIndex) -> None:
@@ -209,7 +171,7 @@ def test_the_error_of_a_transform_that_exits_has_its_rows(index: DatasetIndex) -
     text = message(index, leave)
     assert "the transform raised SystemExit(3) in epoch 0, lane 0, chunk 0" in text
     first = prepare(index, lengths)[0].row_ids
-    assert text.endswith(f"\nThe chunk has rows {', '.join(map(str, first))} of the data set.")
+    assert text.endswith(f"\nThe chunk has {index.locate(first.tolist())}.")
 
 
 def test_rows_are_located_in_their_files(index: DatasetIndex) -> None:
@@ -337,11 +299,11 @@ def test_a_window_with_more_than_2_to_the_31_elements_of_lists_names_the_setting
 ) -> None:
     """Nulls of no type take no memory."""
     lists = pa.ListArray.from_arrays(pa.array([0, 2**30] + 6 * [2**30], pa.int32()), pa.nulls(2**30))
-    monkeypatch.setattr("elastic_ddp.data.source._read_group", lambda *_: pa.table({"column:x": lists}))
+    monkeypatch.setattr("elastic_ddp.data.source._read_group", lambda *_: pa.table({"x": lists}))
     monkeypatch.setattr(DatasetIndex, "columns", ("x",))
     plan = replace(plan_of(index), options=DataConfig(window_row_groups=4, chunk_rows=5))
     with pytest.raises(DataError) as caught:
-        next(iter(read_chunks(index, plan)))
+        next(Work(index, plan).read())
     assert (
         "cannot be joined: offset overflow while concatenating arrays. Lower data.window_row_groups (now 4), write "
         in (str(caught.value))

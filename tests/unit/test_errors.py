@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from elastic_ddp.data.collate import Collator
+from elastic_ddp.data.collate import collate_rows
 from elastic_ddp.data.map_style import index_in_memory
 from elastic_ddp.data.transform import apply_transform
 from elastic_ddp.distributed.process_group import is_missing_group, is_peer_failure
@@ -44,7 +44,7 @@ class MuteRows:
     "call",
     [
         lambda: apply_transform(raises_mute, {"x": np.ones(3)}, 0, (0, 0, 0), 3),
-        lambda: Collator(None, None, raises_mute)._collate([1, 2], "micro-batch 0"),  # type: ignore[arg-type]
+        lambda: collate_rows(raises_mute, [1, 2], "micro-batch 0"),
         lambda: index_in_memory(Rows()),
         lambda: index_in_memory(MuteRows()),
     ],

@@ -16,11 +16,9 @@ from elastic_ddp.config.run_config import DataConfig, RunConfig
 from elastic_ddp.data.index import build_index
 from elastic_ddp.data.map_style import index_in_memory
 from elastic_ddp.data.order import EpochShape, FeedPlan, uniform
-from elastic_ddp.data.source import read_chunks
 from elastic_ddp.data.split import split_into_micro_batches
-from elastic_ddp.data.transform import PrepareChunks, unpack
-from elastic_ddp.data.weight_column import weights_of
-from elastic_ddp.data.weights import SampleWeights
+from elastic_ddp.data.weights import SampleWeights, weights_of
+from elastic_ddp.data.work import Work
 from elastic_ddp.driver.trainer import ElasticTrainer
 from elastic_ddp.errors import ConfigError
 from elastic_ddp.storage.storage import Storage
@@ -98,13 +96,11 @@ def test_random_numbers_can_be_entered_anywhere(start: int) -> None:
 
 
 def read(path: Path, weights: np.ndarray, **changes: Any) -> Batches:
-    """The row ids and values of the micro-batches, through both stages of the pipeline, without Ray."""
+    """The row ids and values of the micro-batches, without Ray."""
     index = build_index(str(path))
     plan = plan_of(index.group_rows.tolist(), weights, **{"epochs": 2, **changes})
-    stage = PrepareChunks(plan.seed, None)
-    chunks = (chunk for block in read_chunks(index, plan) for packed in stage(block) for chunk in unpack(packed))
     batches: Batches = {}
-    for batch in split_into_micro_batches(plan, chunks, lambda: 0):
+    for batch in split_into_micro_batches(plan, Work(index, plan).contents(), lambda: 0):
         assert isinstance(batch.content, list)
         values = np.concatenate([piece["x"] for piece in batch.content]).tolist()
         batches[batch.step, batch.index] = batch.row_ids.tolist(), values

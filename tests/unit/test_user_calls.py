@@ -88,7 +88,7 @@ def test_the_call_in_which_a_process_died_is_found(
     start(records, function)
     call = records.find_fatal(describe_rows)
     assert call is not None and call.place == "epoch 0, lane 1, chunk 2"
-    first, *stack = call.message.splitlines()
+    first, *stack = str(call).splitlines()
     assert re.fullmatch(f"the process that runs the transform died {how}{CALL}", first), first
     assert [frame.rpartition(" in ")[2] for frame in stack][: len(frames)] == frames
 
@@ -96,7 +96,7 @@ def test_the_call_in_which_a_process_died_is_found(
 def test_the_reason_that_ray_gives_is_reported(records: CallRecords, start: Callable[..., object]) -> None:
     start(records, kill_itself)
     call = records.find_fatal(describe_rows, " because memory is short")
-    assert call is not None and call.message.startswith("the process that runs the transform died because memory is")
+    assert call is not None and str(call).startswith("the process that runs the transform died because memory is")
 
 
 def test_a_process_that_died_outside_of_a_call_is_not_blamed_on_the_function(
@@ -114,9 +114,9 @@ def test_a_call_that_hangs_is_found_with_its_stack(records: CallRecords, start: 
     start(records, wait_forever)
     assert records.find_hanging(describe_rows, after_s=1000.0, waited_s=10.0) is None
     call = None
-    while call is None or "wait_forever" not in call.message:  # until the call waits
+    while call is None or "wait_forever" not in str(call):  # until the call waits
         call = records.find_hanging(describe_rows, after_s=0.0, waited_s=0.0)
-    first, *stack = call.message.splitlines()
+    first, *stack = str(call).splitlines()
     assert re.fullmatch(f"the process that runs the transform has made no progress for 0 s{CALL}", first), first
     assert stack[-1].startswith("  File ")
 
