@@ -57,7 +57,8 @@ def matches(name: str, pattern: str) -> bool:
 
 def _walk(folder: str, above: _Folders) -> Iterator[tuple[str, os.stat_result]]:
     """Yields the Parquet files below a folder."""
-    here = _identity(folder)
+    status = _status(folder)
+    here = status.st_dev, status.st_ino
     if here in above:
         return
     for entry in _scan(folder):
@@ -73,7 +74,8 @@ def _walk(folder: str, above: _Folders) -> Iterator[tuple[str, os.stat_result]]:
 def _glob(folder: str, parts: tuple[str, ...], above: _Folders = frozenset()) -> Iterator[tuple[str, _Folders]]:
     """Yields the files and folders below a folder that match the parts of a glob, with the folders above each."""
     part, rest = parts[0], parts[1:]
-    here = _identity(folder)
+    status = _status(folder)
+    here = status.st_dev, status.st_ino
     if here in above:
         return
     if part == "**":
@@ -90,11 +92,6 @@ def _glob(folder: str, parts: tuple[str, ...], above: _Folders = frozenset()) ->
             yield path, above | {here}
         elif not (has_magic(part) and _leads_nowhere(path)) and stat.S_ISDIR(_status(path).st_mode):
             yield from _glob(path, rest, above | {here})
-
-
-def _identity(folder: str) -> tuple[int, int]:
-    status = _status(folder)
-    return status.st_dev, status.st_ino
 
 
 def _scan(folder: str) -> list[os.DirEntry[str]]:
@@ -115,16 +112,12 @@ def _status(path: str) -> os.stat_result:
 
 def _leads_nowhere(path: str) -> bool:
     """Returns whether a search leaves out a path: a link without a target, and without the name of a data file."""
-    if path.endswith(".parquet") or not os.path.islink(path) or not _is_missing(path):
+    if path.endswith(".parquet") or not os.path.islink(path):
         return False
-    _log.warning("%s is left out: it is a symbolic link to %s, which does not exist", path, os.readlink(path))
-    return True
-
-
-def _is_missing(path: str) -> bool:
     try:
         os.stat(path)
     except FileNotFoundError:
+        _log.warning("%s is left out: it is a symbolic link to %s, which does not exist", path, os.readlink(path))
         return True
     except OSError:
         pass  # reading it raises the error

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import itertools
 import logging
 import os
 import re
@@ -59,12 +58,11 @@ class DriverEnvironment:
         stdlib = os.path.abspath(sysconfig.get_path("stdlib"))
         paths = [os.path.abspath(path) for path in sys.path]
         begin = paths.index(stdlib) if stdlib in paths else len(paths)
-        is_users = [not (_PYTHONS_OWN.search(path) or path.startswith(stdlib)) for path in paths]
-        first, last = (
-            tuple(dict.fromkeys(itertools.compress(paths[part], is_users[part])))
-            for part in (slice(begin), slice(begin, None))
-        )
-        return cls(working_directory=os.getcwd(), first=first, last=last, node=this_node())
+
+        def of_user(paths: list[str]) -> tuple[str, ...]:
+            return tuple(dict.fromkeys(p for p in paths if not (_PYTHONS_OWN.search(p) or p.startswith(stdlib))))
+
+        return cls(os.getcwd(), first=of_user(paths[:begin]), last=of_user(paths[begin:]), node=this_node())
 
     def enter(self) -> None:
         """Extends `sys.path`, and changes the working directory, by what exists on this node.
