@@ -27,7 +27,7 @@ _FAILING_S = 60.0
 
 
 class Housekeeping:
-    """Removes what a run does not keep, commit after commit, for one saver."""
+    """Removes superseded commits and orphans after each commit of one saver."""
 
     def __init__(self, retention: Retention) -> None:
         self._retention = retention
@@ -178,8 +178,8 @@ def unfinished_uploads(storage: Storage) -> Sequence[Upload]:
 def remove(storage: Storage, going: Removals) -> None:
     """Aborts uploads and removes manifests, then folders: no manifest lists missing objects, however it is interrupted.
 
-    What cannot be removed, because of a legal hold for example, does not stop the rest. An upload that cannot be
-    aborted is ignored: the storage may not permit it, and nothing depends on it.
+    An object that cannot be removed (for example under a legal hold) does not stop the removal of others. An upload
+    that cannot be aborted is ignored: the storage may not permit it, and nothing depends on it.
 
     Raises:
         StorageError: the first failure, raised after all others were tried, or after a minute of failures. If it

@@ -94,6 +94,6 @@ class MeasuredInterval:
         return {"losses": self._failures, "watched_s": round(self._clock() - self._began_at, 3)}
 
     def merge(self, record: Mapping[str, Any]) -> None:
-        """Takes over what a commit's record has counted, if that is more than this worker has."""
+        """Adopts the counts of a commit's record if they exceed this worker's counts."""
         self._failures = max(self._failures, record.get("losses", 0))
         self._began_at = min(self._began_at, self._clock() - record.get("watched_s", 0.0))

@@ -27,11 +27,11 @@ from elastic_ddp.errors import CheckpointError
 from elastic_ddp.tensors import host_memory
 
 MAX_PIECE_BYTES = MAX_BLOCK_BYTES + (1 << 20)
-"""Neighboring blocks form a piece of at most this size: a few large ones and the small ones between them, such as the
-step counts of an optimizer."""
+"""Neighboring blocks form a piece of at most this size: a few large blocks, and small ones between them (an optimizer's
+step counts)."""
 LONE_BLOCK_BYTES = 8 << 20
-"""A block of this size is a piece of its own if the same tensor has others: its neighbors in memory are not those in
-the object, so together they could not be read into place."""
+"""A block of at least this size is a separate piece if its tensor has other blocks. Its neighbors in the object are not
+its neighbors in memory, so one read could not fill them in place."""
 
 # Otherwise the padding of a block would overwrite the next tensor in memory.
 assert host_memory.ALIGNMENT == ALIGNMENT
@@ -138,7 +138,7 @@ class Targets:
             if kind not in planned:
                 planned[kind] = {offsets: copy for offsets, sizes in boxes if (copy := _overlap(offsets, sizes, part))}
                 if sum(math.prod(copy.sizes) for copy in planned[kind].values()) != math.prod(part.sizes):
-                    # Not a CheckpointError: the commit is good, and the layout asks for what it cannot have.
+                    # Not a CheckpointError: the commit is intact, but the requested layout does not fit it.
                     raise RuntimeError(
                         f"{name} has the shape {stored.shape}; there is no part of shape {tuple(part.sizes)} at "
                         f"{tuple(part.offsets)} in it"
@@ -181,7 +181,7 @@ class Targets:
         return self._memory.bytes_at(begin, piece.end - piece.start) if begin is not None else None
 
     def fill(self, piece: Piece, data: memoryview) -> None:
-        """Copies what the tensors need from the bytes of a piece, unless it was read into place."""
+        """Copies the tensors' bytes out of a piece, unless the piece was read in place."""
         is_in_place = (piece.key, piece.start) in self._in_place
         for name, block in piece.blocks:
             num_elements, copy = math.prod(block.sizes), self._copies.get((name, block.offsets))

@@ -98,7 +98,7 @@ class ReadAhead(Iterator[tuple[Item, memoryview]]):
             self._pending.append((item, self._pool.submit(self._read, item)))
 
     def close(self) -> None:
-        """Cancels what has not begun and waits for what has: it writes into memory that others may send from."""
+        """Cancels pending reads and waits for running ones, which write into memory that other threads may send."""
         self._items = iter(())
         for _, data in self._pending:
             data.cancel()

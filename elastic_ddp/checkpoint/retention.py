@@ -48,8 +48,8 @@ def kept(steps: Collection[int], complete: Mapping[int, Measurement | None], ret
     """Returns the steps whose commits stay.
 
     Args:
-        steps: steps with a manifest, up to the newest commit of this run. It excludes later ones, rejected at a
-            restore: they must not displace good commits.
+        steps: steps with a manifest, up to the newest commit of this run. Later commits that a restore rejected are
+            excluded, so that they do not displace intact commits.
         complete: the steps of complete commits, each with its value of the metric; at least one.
     """
     last = sorted(complete, reverse=True)[: retention.last]

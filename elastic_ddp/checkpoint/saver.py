@@ -200,8 +200,8 @@ class Saver:
                 parts.append(self._receive_part(rank, save) if rank else self._write(save, storage))
             except Exception as error:
                 failure = failure or error.with_traceback(None)
-                # After an error it still waits for the other ranks, up to the first that failed. What they write after
-                # the attempt is discarded would stay, perhaps on a full disk.
+                # After an error, rank 0 still waits for the other ranks, up to the first that failed: files that they
+                # write after the discard would stay, perhaps on a full disk.
                 if rank and not isinstance(error, StorageError):
                     break
         self.awaits_others = False

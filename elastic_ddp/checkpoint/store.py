@@ -26,8 +26,8 @@ class SupersededError(ElasticDDPError):
 class CheckpointStore(CommitCatalog):
     """The commits of one run, for the process that makes them.
 
-    A commit exists once its manifest does, and the manifest is written after everything that it lists. Whatever fails,
-    at any moment, a reader finds one of the saved states, complete.
+    A commit exists once its manifest does, and the manifest is written after everything that it lists. After any
+    failure, at any moment, a reader finds a complete saved state.
 
     Args:
         storage: a folder for commits only.

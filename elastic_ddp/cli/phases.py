@@ -43,7 +43,7 @@ def describe_phases(phases: Mapping[str, float] | None) -> str:
 
 
 def describe_bottleneck(bottleneck: Mapping[str, Any] | None) -> str:
-    """Returns what bounds a run and what to try; empty without a verdict."""
+    """Returns the bottleneck of a run and the advice; empty without a verdict."""
     return "" if bottleneck is None else f"{bottleneck['kind']}: {bottleneck['reason']} {bottleneck['advice']}"
 
 

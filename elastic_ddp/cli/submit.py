@@ -154,7 +154,8 @@ def stop_submitted(run: str) -> bool:
 
 
 def dead_drivers(live: Collection[str]) -> dict[str, str]:
-    """Returns what happened to each submitted driver that has died, by its run's name. Runs in `live` have a driver."""
+    """Returns the fate of each dead submitted driver (restarted, or the reason why not), by the name of its run. Runs
+    in `live` have a driver."""
     import ray
 
     from elastic_ddp.driver import submissions

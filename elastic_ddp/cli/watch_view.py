@@ -142,7 +142,7 @@ def _facts(summary: Mapping[str, Any], ledger: Sequence[Event], now: float) -> T
 
 
 def _members(ledger: Sequence[Event]) -> Table:
-    """The ranks on each node, and what memory of their GPUs they use."""
+    """The ranks on each node, and their GPU memory."""
     formed, measured = last_of(ledger, events.GenerationFormed), last_of(ledger, events.PhasesMeasured)
     rows, nodes = facts_table(), dict[str, list[int]]()
     if formed is None:

@@ -44,7 +44,7 @@ def explain_shortage(
 
 @dataclass(frozen=True)
 class ClusterUse:
-    """What a cluster has, and who uses it."""
+    """The resources of a cluster, and the runs and jobs that use them."""
 
     total: Sequence[Mapping[str, float]]
     """All resources of each node, by Ray's names."""

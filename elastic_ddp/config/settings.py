@@ -31,7 +31,7 @@ _HINTS = {
     "tuple_type": ' (a list, such as ["name"])',
     "string_pattern_mismatch": " (letters, digits, '.', '_' and '-', beginning with a letter or digit)",
 }
-"""What to give instead, by pydantic's error type, where pydantic's own message does not name it."""
+"""Advice by pydantic's error type, for errors whose message does not say which value is valid."""
 
 _building: ContextVar[bool] = ContextVar("building", default=False)
 """Whether an outer settings object is being built, which then reports the errors of its parts."""

@@ -129,7 +129,7 @@ class MicroBatchFeed:
     def release_pipeline(self) -> None:
         """Frees the process of the pipeline for another feed, within 0.5 s.
 
-        What was read can still be taken; when it is used up, the feed starts another pipeline.
+        Prefetched micro-batches stay available; after the last one, the feed starts another pipeline.
         """
         with self._changed:
             self._release_requested = True

@@ -1,7 +1,8 @@
 """Keeps a worker's feeds: the feed of the current generation, and one that is prepared for the next generation.
 
 A pipeline needs 0.1 s for its first rows, and some time to stop. If the next generation is known in time, a membership
-change waits for neither: the current feed uses what it has read, and the worker's pipeline reads for the next feed.
+change need not wait: the current feed uses its prefetched rows, while the worker's pipeline already reads for the next
+feed.
 """
 
 from __future__ import annotations

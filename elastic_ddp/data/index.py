@@ -67,8 +67,8 @@ class DatasetIndex:
     def fingerprint(self) -> str:
         """SHA-256 of every file's path, size and version. It differs for different data sets.
 
-        Of the run's copy, whose name is unique, it covers the path inside of the run's folder, which may be moved, and
-        no version, which differs after that.
+        For the run's copy it covers the path relative to the run's folder, which may move, and no version, which a move
+        changes.
         """
         if self.copy:
             return _sha256([file.path[file.path.rindex(self.copy) :], file.size] for file in self.files)

@@ -1,4 +1,4 @@
-"""Lists local files as `find -L` does: follows symbolic links, and raises an error for what it cannot read."""
+"""Lists local files like `find -L`: follows symbolic links, and raises an error for unreadable files and folders."""
 
 from __future__ import annotations
 

@@ -89,7 +89,7 @@ class DriverEnvironment:
         return f"{protocol}{separator}{os.path.join(self.working_directory, rest)}"
 
     def _fix_of(self, error: BaseException) -> str:
-        """Returns what to do about code that this node cannot load."""
+        """Returns the fix for code that this node cannot load."""
         return _NOT_ON_PATH if isinstance(error, ModuleNotFoundError) and self.node == this_node() else _FIX
 
     def advise(self, error: BaseException) -> str:

@@ -1,7 +1,7 @@
 """Model buffers, such as BatchNorm statistics, that end a step with the same bits at every world size.
 
-Every micro-batch of a step starts from the same buffers. The changes that the micro-batches make combine by the
-buffer's rule: averaged over rows or added, along the reduction tree, or those of micro-batch 0. Changes are combined
+Every micro-batch of a step starts from the same buffers. The buffer's rule combines the changes of the micro-batches:
+their mean over rows, their sum (both along the reduction tree), or the change of micro-batch 0. Changes are combined
 rather than values: a buffer that no micro-batch changes keeps its bits, even if it holds infinities.
 """
 

@@ -25,7 +25,7 @@ POWERSGD_FIRST_STEP = 10
 
 
 class _DirectCall(torch.nn.Module):
-    """What DDP wraps: the model's parameters, and a forward that calls the model past DDP."""
+    """The module that DDP wraps: the model's parameters, and a forward that calls the model itself."""
 
     def __init__(self, model: PreparedModel) -> None:
         super().__init__()

@@ -2,12 +2,12 @@
 
 Round k of a step has the micro-batches from k * W to k * W + W - 1, one for each rank. The backward of a round brings a
 unit's W gradients to the ranks that add them up: each rank sends part r of its gradient to rank r, the bytes of a
-reduce-scatter. They are neighbouring leaves of the tree of `reduction_tree`, so they are added at once, as a binary
-counter carries: at most log2(M) + 1 shards of a unit exist between two rounds. The last round leaves the sum in the
-gradients. Its bits do not depend on the world size.
+reduce-scatter. These gradients are neighbouring leaves of the tree in `reduction_tree`, so a rank adds them at once, as
+a binary counter carries. Between two rounds a rank holds at most log2(M) + 1 shards of a unit. The last round leaves
+the sum in the gradients. Its bits do not depend on the world size.
 
-Usually, part r is the shard of rank r. If several groups of ranks each hold all shards, it is a piece of that shard,
-and the last round brings the pieces together: no rank adds up more than its part, and the bits are the same.
+Usually, part r is the shard of rank r. With hybrid sharding, part r is a piece of that shard, and the last round
+assembles the shard from its pieces, with the same bits.
 
 FSDP2 takes these objects by `set_custom_all_gather` and `set_custom_reduce_scatter`. Unlike torch's own collectives,
 each wait ends if this rank aborts the process group.
@@ -27,7 +27,7 @@ from elastic_ddp.distributed.reduction_tree import Node, fold_in, fold_to_root
 
 @dataclass
 class Round:
-    """What the units need to know of the backward that runs."""
+    """The state of the current backward that all units share."""
 
     group: ProcessGroup
     num_leaves: int = 0
@@ -35,7 +35,7 @@ class Round:
     number: int = -1
     """Number of the round in the step; -1 before the first."""
     is_zero: bool = False
-    """Whether this rank's gradients count as zeros, whatever they are."""
+    """Whether zeros replace this rank's gradients."""
 
     @property
     def num_shards(self) -> int:

@@ -48,7 +48,7 @@ class MessageWaits:
         self._thread: threading.Thread | None = None
 
     def wait(self, call: Callable[[], None], is_aborted: Callable[[], bool]) -> None:
-        """Makes a call that waits, and returns or raises what it does. It raises PeerFailedError after an abort."""
+        """Runs a waiting call, with its result or error. Raises PeerFailedError after an abort."""
         if self._thread is None:
             self._thread = threading.Thread(target=_serve, args=(self._calls,), name="gloo messages", daemon=True)
             self._thread.start()

@@ -23,7 +23,8 @@ _TORCH_SETTINGS = {
 
 
 def set_up() -> None:
-    """Sets what torch reads from the environment when it creates a process group. The user's values take precedence."""
+    """Sets the environment variables that torch reads when it creates a process group. The user's values take
+    precedence."""
     for name, value in _TORCH_SETTINGS.items():
         os.environ.setdefault(name, value)
 

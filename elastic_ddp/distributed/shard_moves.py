@@ -1,9 +1,9 @@
 """Moves the shards of a state from the ranks of one generation to those of the next, from memory to memory.
 
 Shard i of N has the rows of dimension 0 that `torch.chunk` gives it: rows i * c to i * c + c - 1, with c = ceil(n / N).
-From this, each rank knows which rows it sends to which rank. Tensors travel in batches of `BATCH_BYTES`, and a rank
-frees what it held of a batch once the batch has moved: no rank needs memory for more than its shards before or after,
-and a few batches.
+Each rank computes from this which rows it sends to which rank. Tensors travel in batches of `BATCH_BYTES`. A rank frees
+its old rows of a batch after the batch has moved, so its peak is the larger of its old and new shards, plus a few
+batches.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def move_rows(
 ) -> dict[int, dict[str, torch.Tensor]]:
     """Returns the rows of the shards that this rank has afterwards, by their numbers: its own, and the one it mirrors.
 
-    Collective. A rank sends itself nothing: what it holds already, it copies. `specs` has all sharded tensors, in the
+    Collective. A rank copies rows that it already holds, without communication. `specs` has all sharded tensors, in the
     same order on all ranks. `held` has the rows of each shard that this rank holds, by its number; they are removed as
     they move. With an `offset`, a shard is mirrored by the rank that comes so many ranks after its owner. `tick` is
     called after each batch.
@@ -83,7 +83,8 @@ def move_rows(
 def rotate_rows(
     specs: Mapping[str, Spec], rows: Mapping[str, torch.Tensor], offset: int, group: ProcessGroup
 ) -> dict[str, torch.Tensor]:
-    """Sends the rows of this rank's shard to the rank `offset` after it. Returns those of the rank `offset` before it.
+    """Sends the rows of this rank's shard to the rank `offset` after it. Returns the rows of the rank `offset` before
+    this rank.
 
     Collective, for groups of two ranks or more in which rank r holds shard r. Arguments as in `move_rows`.
     """

@@ -29,7 +29,7 @@ _SLOT_WORDS = 2 + _DIGEST_WORDS
 
 @dataclass
 class MicroBatchRecord:
-    """What a rank records of a micro-batch that it computed."""
+    """A rank's record of one micro-batch that it computed."""
 
     row_ids: np.ndarray
     """The rows' positions in the stored order of the data set, int64 of shape (rows,)."""
@@ -66,8 +66,8 @@ class ControlExchange:
     rows: np.ndarray
     """The number of rows of every micro-batch of the step, int64 of shape (M,)."""
     votes: dict[str, int] = field(default_factory=dict)
-    """This rank's votes. That for `gathered` is the signature of what it gathers, and that for `profile` the number of
-    the request that it can start with; 0 for none. That for `update` tells which of several updates it is."""
+    """This rank's votes by name; 0 if there is none. `gathered` is a signature of the gathered values, `profile` the
+    number of the request that this rank can start, and `update` the number of the update."""
     _vector: torch.Tensor | None = None
     _work: dist.Work | None = None
     _agreement: Agreement | None = None

@@ -33,7 +33,7 @@ def unused_parameters_error(names: Sequence[str], fix: str) -> ConfigError:
 
 
 def own_backward_error(names: Sequence[str] = ()) -> ConfigError:
-    """Returns the error for gradients, of the parameters with these names, that are not those of `step.backward`."""
+    """Returns the error for parameters whose gradients did not come from `step.backward`."""
     which = f" of {shorten(names, 5)}" if names else ""
     return ConfigError(
         f"gradients{which} changed in the loop over step.micro_batches() without step.backward. To clip, set "
@@ -57,7 +57,7 @@ class Marks(NamedTuple):
     """Where gradients are in memory: one that is freed may have the id of a later one."""
 
     def changed(self, before: Marks) -> set[int]:
-        """Returns the positions of those that differ from what they were before."""
+        """Returns the positions of the gradients that have changed."""
         then = dict(zip(before.tensors, zip(*before[1:], strict=True), strict=True))
         now = zip(self.tensors, zip(*self[1:], strict=True), strict=True)
         return {position for position, (tensor, mark) in enumerate(now) if then.get(tensor, _NO_GRADIENT) != mark}
@@ -80,8 +80,8 @@ class Strategy(ABC):
     each micro-batch `prepare_forward` and `backward`. After the last one, parameters (or this rank's shards of them)
     hold the mean gradient of the global batch.
 
-    It calls `enter_phase("communication")` when this rank waits for others, and `enter_phase` with the phase that this
-    returned when it goes on.
+    `enter_phase("communication")` is called when this rank waits for others; afterwards `enter_phase` restores the
+    previous phase.
 
     With `trains`, it computes the gradients of these parameters only, and all others need none.
 

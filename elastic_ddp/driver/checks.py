@@ -96,7 +96,7 @@ def check_is_kept(storage: str, uri: str) -> None:
 
 
 def check_identity(job: Job, *, may_replace: bool) -> None:
-    """Records what defines the run, or raises ConfigError if it differs from the record of an earlier session.
+    """Records the run's definition (`run.json`), or raises ConfigError if an earlier session recorded another one.
 
     A run without a commit (`may_replace`) gets a new record.
     """

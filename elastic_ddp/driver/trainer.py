@@ -76,7 +76,7 @@ VERBOSE = "ELASTIC_DDP_VERBOSE"
 
 
 def _without_frames(method: Callable[P, R]) -> Callable[P, R]:
-    """Leaves out of a traceback what this package called before it raised an error that its message explains."""
+    """Removes this package's frames from the traceback of an error with a self-explanatory message."""
 
     @wraps(method)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -160,8 +160,8 @@ class ElasticTrainer:
         """Trains until all steps are done, and returns the result.
 
         An unfinished run of this name resumes from its newest commit, also if its training function left the loop
-        before the last step: the function is called again. A finished one starts no worker, unless the configuration
-        asks for more steps: loggers get the steps that they lack, and its result is returned.
+        before the last step: the function is called again. A finished run starts no worker unless the configuration has
+        more steps: `fit` sends missing steps to the loggers and returns the result.
 
         `fit` uses the Ray cluster at `RAY_ADDRESS` or on this machine, and starts one on this machine if there is none.
 

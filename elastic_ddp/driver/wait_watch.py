@@ -1,4 +1,4 @@
-"""Finds out what a run with too few workers waits for, and when the driver prints it."""
+"""Determines the resources that a run with too few workers lacks, and when the driver prints them."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ class Abandoned(Exception):
 
 
 class Delivery:
-    """Delivers each step once, in order, whatever the logger does.
+    """Delivers each step once, in order, also if the logger fails.
 
     The ledger is the source. After a failure, or after more events than may wait, the thread asks the logger for its
     newest step and reads the ledger again. So pass only events that the ledger has stored.

@@ -33,7 +33,7 @@ class TensorBoardLogger:
         self._clock = clock
         self._num_starts = 0
         self._next = 0
-        """Steps from this one on are new: what older files have of them is not shown."""
+        """Values of this and later steps in older files are hidden."""
         self.destination = ""
         self._file: _LocalFile | _Objects
 

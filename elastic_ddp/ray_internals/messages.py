@@ -1,7 +1,7 @@
-"""Keeps Ray's own messages off the console: they go to a file, and what users print in workers stays.
+"""Moves Ray's own messages from the console to a file; output of the user's code in workers stays on the console.
 
-Ray sends the driver all that processes of its job print, and reports of its daemons, such as the last lines of a dead
-node's log. A worker marks what Ray logs in it, so that the driver can tell it from what users print.
+Ray sends the driver the output of all processes of its job, and reports of its daemons (the last lines of a dead node's
+log). A worker marks Ray's log lines, so that the driver can separate them from the user's output.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ray._private.ray_logging import global_worker_stdstream_dispatcher as dispa
 from elastic_ddp.console import Tolerant
 
 Batch = Mapping[str, Any]
-"""Lines that one process printed, and what Ray knows about it."""
+"""Lines that one process printed, and Ray's record of that process."""
 
 _ray_worker: Any = ray._private.worker
 _RayHandler: Any = ray._private.log.PlainRayHandler
@@ -42,7 +42,7 @@ _LOG = "ray_print_logs"
 
 
 def mark_messages() -> None:
-    """Marks what Ray logs in this process, a worker or a task, from now on."""
+    """From now on, marks Ray's log lines in this process, a worker or a task."""
     _RayHandler.emit = _emit_marked
     # Ray raises KeyboardInterrupt in a task that it cancels, and SystemExit in a process that it ends. Either may hit a
     # destructor or a generator.

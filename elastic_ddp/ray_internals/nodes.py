@@ -68,7 +68,8 @@ def free_resources() -> dict[str, dict[str, float]]:
 
 
 def read_cluster_use(run: str, avoid: Collection[str]) -> ClusterUse:
-    """Returns what nodes have, without those with the ids `avoid`, and what is reserved for the workers of each run."""
+    """Returns the resources of each node except the ids in `avoid`, and the resources reserved for the workers of each
+    run."""
     total = {node["NodeID"]: node["Resources"] for node in ray.nodes() if node["Alive"]}
     free = free_resources()
     held: dict[str, Counter[str]] = {}

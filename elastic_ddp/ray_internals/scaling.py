@@ -1,4 +1,4 @@
-"""What a run requests from Ray and its autoscaler, and the capacity that Ray reserves for it."""
+"""A run's requests to Ray and the autoscaler, and the capacity that Ray reserves for the run."""
 
 from __future__ import annotations
 

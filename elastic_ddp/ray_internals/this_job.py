@@ -1,4 +1,4 @@
-"""The records of Ray Jobs in the GCS, which every node reaches: that of this process's job, and those of all."""
+"""Records of Ray Jobs in the GCS, which every node reaches: the record of this process's job, and all records."""
 
 from __future__ import annotations
 

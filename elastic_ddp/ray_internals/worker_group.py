@@ -290,7 +290,7 @@ class ElasticWorkerGroup(WorkerGroup):
             **arguments,
         )
 
-    # Standbys hold no resources. One takes over those of a worker that fails, exits, or has just begun to start.
+    # Standbys hold no resources. A standby takes the resources of a worker that fails, exits, or is still starting.
 
     def _start_standby(self, neighbor: ActorMetadata) -> StartingWorker:
         """Starts a standby on the node of a worker."""

@@ -69,7 +69,7 @@ def classify_workers(
 
 
 def death_cause(error: Exception) -> str:
-    """Returns what Ray knows about the end of a process; empty if it only saw the connection close."""
+    """Returns Ray's reason for the end of a process; empty if Ray only saw the connection close."""
     text = str(error)
     if _CONNECTION_CLOSED in text:
         return ""

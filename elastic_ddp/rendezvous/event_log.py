@@ -160,7 +160,7 @@ class EventLog:
 
 
 def _identity(event: AgreedEvent) -> tuple[str, ...]:
-    """Returns what the reports of an event by different ranks have in common, and those of no other event."""
+    """Returns the identity of an event: equal in all ranks' reports of this event, and in no other event."""
     # As text, because NaN is not equal to itself.
     return tuple(str(getattr(event, name, None)) for name in ("event", "generation", "step", "name", "loss"))
 

@@ -1,8 +1,8 @@
 """Detects failed workers. Each worker holds a connection to the rendezvous and sends a heartbeat over it.
 
 If a process dies, its connection closes at once. If it is stopped or disconnected, its heartbeats stop. The heartbeat
-has its own thread in the worker, so long computations do not delay it. Only what stops all threads does: a signal, a
-frozen machine, or native code that holds Python's global interpreter lock.
+has its own thread in the worker, so long computations do not delay it. Heartbeats stop only with all threads: after a
+signal, on a frozen machine, or while native code holds Python's global interpreter lock.
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ class Member:
     """Ray's id of its node."""
     pid: int
     is_standby: bool = False
-    """Whether it has no place until it takes that of another worker."""
+    """Whether the worker is a standby: it has no resources until it replaces another worker."""
 
     @property
     def process(self) -> str:

@@ -72,7 +72,7 @@ class Driver:
             return False  # dead, or a zombie
         if started_at != self.started:
             return False
-        # A lease of this very process may be one that it failed to release, such as in a notebook.
+        # This process may have failed to release an earlier lease, for example in a notebook.
         return None if self.pid == os.getpid() else True
 
 

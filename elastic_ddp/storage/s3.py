@@ -1,4 +1,5 @@
-"""Objects on S3: what fsspec cannot do there, or does with more memory. The client libraries retry failed requests."""
+"""Operations on S3 objects that fsspec lacks, or that take more memory with fsspec. The client libraries retry failed
+requests."""
 
 from __future__ import annotations
 

@@ -126,7 +126,7 @@ class Storage:
             return self._folder.uploads()
 
     def abort(self, upload: Upload) -> None:
-        """Deletes what an unfinished write has stored; it may have ended."""
+        """Deletes the parts of an unfinished write; the write may have ended."""
         with self._errors("abort the upload of", upload.key):
             self._folder.abort(upload)
 

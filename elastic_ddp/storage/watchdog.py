@@ -68,7 +68,7 @@ class WatchedStorage(Storage):
                 self._worked_s += min(time.monotonic() - self._started_at.pop(operation), MAX_OPERATION_S)
 
     def run_watched(self, work: Callable[[], Result]) -> Result:
-        """Runs `work`, which uses this storage, in a daemon thread. Returns or raises what it does.
+        """Runs `work`, which uses this storage, in a daemon thread. Returns the result of `work`, or raises its error.
 
         If no operation completes for `STALL_TIMEOUT_S`, it raises StorageError and leaves the thread behind. After that
         this storage refuses operations, so the thread cannot change anything.

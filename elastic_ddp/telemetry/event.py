@@ -1,4 +1,4 @@
-"""What the events of the ledger have in common, and how they are read from JSON. `events.py` has their classes."""
+"""The base class of the ledger's events, and their JSON format. `events.py` has their classes."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class UnknownEvent(Event):
     event: str  # type: ignore[misc]
     """Name of the event."""
     content: Mapping[str, Any] = field(default_factory=dict)
-    """Its fields, without those of `Event`."""
+    """The fields of this event, without the fields of `Event`."""
 
     def to_json(self) -> dict[str, Any]:
         at = {} if self.at is None else {"at": self.at}

@@ -1,6 +1,6 @@
 """The events of the ledger, one class for each. `event.parse` reads them from JSON.
 
-In the ledger an event is one JSON object with the fields of its class, those of `Event`, and its name in the field
+In the ledger an event is one JSON object: the fields of its class, the fields of `Event`, and its name in the field
 `event`. Times are Unix times in seconds, and durations are in seconds. Floats that JSON cannot express are the strings
 "NaN", "Infinity" and "-Infinity". Fields that do not apply are null.
 """

@@ -16,10 +16,9 @@ StepPhase = Literal["data", "forward", "backward", "communication", "optimizer",
 data: waiting for the next micro-batch.
 forward: the code in the loop over `micro_batches()`, up to `step.backward`.
 backward: `step.backward`, without communication.
-communication: waiting for other ranks, such as a slow one. What overlaps with the backward does not count.
+communication: waiting for other ranks, without the communication that overlaps with the backward.
 optimizer: the step of optimizers and schedulers.
-other: the rest, such as code after the last micro-batch or outside of `with step`, evaluations, and the time for which
-    a commit holds up training.
+other: code after the last micro-batch or outside of `with step`, evaluations, and waiting for commits.
 """
 STEP_PHASES: tuple[StepPhase, ...] = get_args(StepPhase)
 MIN_STEPS = 20

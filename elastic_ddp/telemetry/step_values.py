@@ -73,8 +73,8 @@ class StepValues:
     loggers cannot add to an earlier step.
 
     A session that resumes from an older commit repeats steps, with the same bits unless the code or a setting was
-    changed. Their repetitions are left out. Pass no session before `beginning`. What is reported later than its step,
-    such as a commit, belongs to the newest step at that time.
+    changed. Their repetitions are left out. Pass no session before `beginning`. Values that are reported after their
+    step, for example a commit's, belong to the newest step at that time.
     """
 
     def __init__(self) -> None:

@@ -49,7 +49,7 @@ def total_bytes(limit_files: Sequence[str | os.PathLike[str]] = _CGROUP_LIMITS) 
 def free_bytes(device: torch.device) -> int:
     """Returns how much memory this process could still get on a device. For a CPU, all processes of the node share it.
 
-    Of a GPU, it counts what torch's allocator holds and does not use; of a CPU, what the page cache can give back.
+    Includes, on a GPU, unused memory of torch's allocator, and on a CPU, the reclaimable page cache.
     """
     if device.type == "cuda":
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -70,7 +70,7 @@ def _number(file: str, pattern: str) -> int:
 
 
 class Memory:
-    """Uninitialized CPU tensors. Those of a group are contiguous in a slab.
+    """Uninitialized CPU tensors. The tensors of a group are contiguous in a slab.
 
     Contiguous tensors can be filled by one read, and share huge pages. A slab is freed with the last of its tensors.
     A small tensor has memory of its own and leaves a gap in the slab. If gaps would take more than `MAX_GAP_SHARE` of a

@@ -8,8 +8,8 @@ from elastic_ddp.distributed.process_group import ProcessGroup
 from elastic_ddp.errors import CheckpointError, ConfigError, PeerFailedError, StorageError
 
 KINDS: tuple[type[Exception], ...] = (ConfigError, StorageError, CheckpointError, PeerFailedError)
-"""The errors that ranks agree on. If ranks met several, the first of these is raised: what says nothing about the
-commit comes before what its reader found in it, and garbled messages come last because a failed read causes them."""
+"""The errors that ranks agree on. If ranks report different errors, all raise the one that comes first here:
+configuration and storage errors, then a damaged commit, then garbled messages, which a failed read causes."""
 
 E = TypeVar("E", bound=Exception)
 
@@ -18,8 +18,8 @@ def agree_on_error(error: Exception | None, group: ProcessGroup, data: bytes = b
     """Returns the data of every rank, in rank order, or raises the same error on every rank. Collective.
 
     Args:
-        error: what this rank met, of one of `KINDS`; None if it met no error.
-        data: what this rank sends to the others if no rank met an error.
+        error: this rank's error, of one of `KINDS`, or None.
+        data: this rank's message to the others if no rank has an error.
 
     Raises:
         Exception: an error of the first of `KINDS` that some rank met, with the text of the first such rank.

@@ -14,10 +14,10 @@ KEPT = 64
 
 
 class AgreedEvents:
-    """Records what all ranks know, such as the loss of a step, once.
+    """Records facts that all ranks know, for example the loss of a step, once.
 
-    Rank 0 reports it. The other ranks keep it, for the case that they become rank 0 in the next generation: the one
-    before may have died with its newest reports unsent. The rendezvous drops those that it has.
+    Rank 0 reports it. The other ranks keep each event, because one of them may become rank 0 after rank 0 died with
+    unsent events. The rendezvous drops those that it has.
     """
 
     def __init__(self, record: Callable[[Event], object], clock: Callable[[], float] = time.time) -> None:

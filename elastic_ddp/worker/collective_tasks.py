@@ -66,7 +66,8 @@ class CollectiveTasks:
         return (self._known[1],) if self._known is not None and self._known[0] == task else None
 
     def message(self, wanted: Task | None) -> bytes:
-        """Returns what to send to the other ranks: the task that this worker is in, and the last one it has done."""
+        """Returns this worker's message to the other ranks: its current task, and its last completed task with the
+        result."""
         return json.dumps([wanted, self._last, self._last_result]).encode()
 
     def compare(self, wanted: Task | None, messages: Sequence[bytes]) -> None:

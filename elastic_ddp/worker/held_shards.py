@@ -1,4 +1,4 @@
-"""A sharded state between two generations: what this rank holds of it, and how it changes hands."""
+"""A sharded state between two generations: this rank's part, and its transfer to other ranks."""
 
 from __future__ import annotations
 
@@ -44,7 +44,8 @@ class HeldShards:
         layout: Layout | None,
         mirror: Mirror | None = None,
     ) -> HeldShards:
-        """Returns what this rank holds of the state of a generation, and of its mirror. The tensors are not copied."""
+        """Returns this rank's shards of a generation's state, and the shards that it mirrors. The tensors are not
+        copied."""
         skeleton, tensors = flatten(state)
         sharded = {name: tensor for name, tensor in tensors.items() if is_dtensor(tensor)}
         rows = {shards.held[0]: {name: local_part(tensor) for name, tensor in sharded.items()}}
@@ -105,7 +106,7 @@ def share_plain(
     source: int,
     receivers: Sequence[int],
 ) -> HeldShards:
-    """Returns what every rank holds of the state, as rank `source` has it after `step` steps, without shards.
+    """Returns the replicated part of the state (no shards) of rank `source` after `step` steps.
 
     Collective. The receivers get its tensors; the other ranks have them.
     """

@@ -1,7 +1,7 @@
 """The hyperparameters of a run: recorded as the code sets them, and compared with the code when the run resumes.
 
-A commit has two values of a learning rate: what the training function set, and what a schedule has made of it since.
-The first is compared with the code.
+A commit has two values of a learning rate: the value that the training function set, and the scheduled value at the
+commit. The first is compared with the code.
 """
 
 from __future__ import annotations
@@ -175,7 +175,7 @@ def _of_groups(name: str, before: Sequence[Mapping[str, Any]], after: Sequence[M
     """Yields the changes of an optimizer's settings; one that is the same in all param_groups once."""
     differing = [_differing_keys(saved, own) for saved, own in zip(before, after, strict=True)]
     for key in dict.fromkeys(key for keys in differing for key in keys):
-        # With a scheduler, `initial_lr` is what the code sets as `lr`. That of a warm-up's first step follows from it.
+        # With a scheduler, the code's `lr` is stored as `initial_lr`; a warm-up computes its first `lr` from it.
         numbers = [n for n, keys in enumerate(differing) if key in keys and not (key == "lr" and "initial_lr" in keys)]
         label = "lr" if key == "initial_lr" else key
         changes = [Change(f"{name}.param_groups[{n}].{label}", before[n][key], after[n][key]) for n in numbers]

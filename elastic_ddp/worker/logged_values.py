@@ -45,7 +45,7 @@ class LoggedValues:
     def gather(self, group: ProcessGroup, rows: np.ndarray, ranges: Sequence[range], phases: _Json) -> list[_Json]:
         """Averages the values of all ranks over the rows of the global batch. Collective.
 
-        It also sends the `phases` that this rank measured, and returns those of all ranks.
+        Also gathers the `phases` of all ranks, and returns them in rank order.
 
         `rows` has the rows of each micro-batch, shape (M,), and `ranges` the micro-batches of each rank. A value that
         was logged outside of micro-batches counts for all rows of its rank. Synchronizes with the device.
@@ -70,7 +70,7 @@ class LoggedValues:
 
     @property
     def means(self) -> Means:
-        """The gathered means, and what this rank has logged outside of micro-batches since then."""
+        """The gathered means, and this rank's later values."""
         outside = {name: float(values[None]) for name, values in self._values.items() if None in values}
         return Means({**(self._gathered or {}), **outside})
 

@@ -181,7 +181,7 @@ class Loop:
         return votes
 
     def _end_step(self, step: Step, *, more_steps: bool = True) -> str | None:
-        """Does what the ranks agreed on in a step that is done. Returns how a worker failed meanwhile, or None."""
+        """Carries out the ranks' agreement of a completed step. Returns how a worker failed meanwhile, or None."""
         assert step.outcome.agreed is not None
         membership, votes = self.membership, step.outcome.agreed.votes
         self.state.guard.check(self.state.optimizers, self.state.schedulers)

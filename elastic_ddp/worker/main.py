@@ -51,7 +51,7 @@ _NO_GROUP_YET = (
 )
 
 _MIXED = "got mixed torch.Tensor and DTensor"
-"""What torch says if an operation gets a shard and a plain tensor."""
+"""torch's message for an operation on a shard and a plain tensor."""
 _USE_IN_UNIT = (
     "The line above uses a sharded parameter outside of the forward of its FSDP unit, which gathers it. Call the "
     "module that has the parameter. Or leave its class out of run.prepare(model, shard=...) and fsdp.shard_classes: "
@@ -149,7 +149,7 @@ def _train(loop: Loop, context: WorkerContext) -> tuple[Outcome | None, str | No
 def debug(job: Job, client: RendezvousClient, device: torch.device) -> Outcome:
     """Runs the training function as the only worker of a run, in this thread, and returns the outcome.
 
-    Raises what the function raises, as it is: a debugger can then examine it. Advice is added as a note.
+    Raises errors of the function unchanged, for a debugger. Advice is added as a note.
     """
     _set_up_numerics(job.config)
     loop, is_finished = Loop(job, client, device), False
@@ -227,7 +227,8 @@ def _close(loop: Loop, outcome: Outcome | None, failure: str | None) -> str | No
 
 
 def _set_up_process(config: RunConfig, context: WorkerContext) -> None:
-    """Sets what must be equal on all workers for identical bits, and what Ray and torch read from the environment."""
+    """Applies the settings that must be equal on all workers for equal bits, and sets environment variables of Ray and
+    torch."""
     _set_up_numerics(config)
     # Otherwise each worker polls Prometheus every ten seconds, and reports to an actor for each pipeline.
     os.environ.setdefault("RAY_DATA_USAGE_DISABLED", "1")

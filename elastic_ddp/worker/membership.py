@@ -159,9 +159,9 @@ class WorkerMembership:
                 raise RestartTraining
             assignment = self._request_assignment(task)
             if assignment.source is None and (self._has_warmed_up or self._state.is_sharded):
-                # No member has a state, or shards of it are lost. The run may start from this worker's, and its warm-up
-                # step has run the code of the block up to `optimize`, which can change more than the model and the
-                # optimizer. The others wait.
+                # No member has a state, or shards are lost, so the run may start from this worker's state. Its warm-up
+                # step may have changed other objects than the model and the optimizer, so the training function
+                # restarts. The other members wait.
                 self._kept_assignment = assignment
                 raise RestartTraining
             self._num_broken = self._num_broken + 1 if assignment.same_members else 0
@@ -391,7 +391,7 @@ class WorkerMembership:
             generation.close(intact=intact)
 
     def _keep_shards(self, generation: Generation) -> None:
-        """Keeps what this rank holds of a sharded state after a failure, if it is whole."""
+        """After a failure, keeps this rank's shards if they are of one step."""
         state = self._state
         if not state.is_sharded or state.held is not None or state.is_torn:
             return

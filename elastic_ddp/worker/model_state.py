@@ -1,4 +1,4 @@
-"""What a forward uses and `state_dict()` of the model leaves out: it is state of the run, too.
+"""Tensors that a forward uses but the model's `state_dict()` omits: they are part of the run's state, too.
 
 Models with adapters often save their adapters only. The rest must not be what each worker happened to build.
 """

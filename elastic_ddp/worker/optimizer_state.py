@@ -76,7 +76,7 @@ def check_groups(optimizer: torch.optim.Optimizer, names: GroupNames, saved: Gro
 
 
 def load_named_state(optimizer: torch.optim.Optimizer, names: GroupNames, saved: Mapping[str, Any]) -> None:
-    """Loads what `named_state` returned, possibly of an optimizer that got its parameters in another order.
+    """Loads the result of `named_state`; the saved optimizer may have had its parameters in another order.
 
     Raises ValueError if the saved param_groups hold other parameters, or a format other than torch's needs the order.
     """

@@ -66,7 +66,7 @@ class PretrainedWeights:
         activity: Activity,
         layout: Layout | None = None,
     ) -> list[str]:
-        """Loads the weights into a module, and returns the names of what it loaded there.
+        """Loads the weights into a module, and returns the names of the loaded tensors.
 
         Every rank calls it, and every rank raises the same. Of a tensor that is sharded, each rank loads its rows. Of
         files, rank 0 alone loads what is not sharded: a new run starts from its state.
@@ -279,7 +279,7 @@ class Fit:
         )
 
     def prefix(self) -> str | None:
-        """Returns what the saved weights have before all missing names, such as `module.` of DDP, or None."""
+        """Returns the prefix that all missing names have in the saved weights (`module.` after DDP), or None."""
         first = next(iter(self.missing), "")
         prefixes = [name.removesuffix(first) for name in self.unexpected if first and name.endswith(f".{first}")]
         saved = {*self.unexpected}

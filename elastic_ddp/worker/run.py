@@ -86,13 +86,13 @@ class Run:
             thing: a model, an optimizer of its parameters, or a scheduler of a prepared optimizer.
             shard: for FSDP, the submodules to shard as one unit each: a class, a tuple of classes, or a function from
                 a module to a bool. Adds to `fsdp.shard_classes`.
-            buffers: what becomes of buffers that a forward changes, by name or glob pattern, such as
+            buffers: the rule for each buffer that a forward changes, by name or glob pattern, for example
                 `{"*.usage": "sum"}`. `"mean"` averages the changes over the rows of the global batch, `"sum"` adds the
                 changes of all micro-batches, `"first"` keeps what micro-batch 0 leaves. Statistics of torch's
                 normalization layers need no entry; a change of any other buffer is an error.
             param_init_fn: for a model on the meta device, in place of `reset_parameters()`: initializes a module's own
-                parameters and buffers, in place. It is called with each module that has some on the meta device, or
-                whose submodules do, after them.
+                parameters and buffers, in place. The run calls it with each module that has tensors on the meta device,
+                submodules first.
             every: for a scheduler, whether it is stepped after each `step` or after the last step of each `epoch`.
 
         Returns:
@@ -184,8 +184,8 @@ class Run:
                 as `{"^": "base."}` for a prefix; or a function from a name to the new one, or to None to leave it out.
 
         Raises:
-            ConfigError: called too early or too late, or `key_mapping` is invalid; from `steps()`: no such weights, or
-                they do not fit the model.
+            ConfigError: called too early or too late, or `key_mapping` is invalid. `steps()` raises it if the weights
+                do not exist or do not fit the model.
             CheckpointError: from `steps()`: no commit is intact, or a file is damaged.
         """
         if self._loop.has_begun:

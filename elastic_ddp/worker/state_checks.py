@@ -1,6 +1,6 @@
 """Checks of prepared objects and of the state that they save and load.
 
-They raise errors in place of what torch would do silently, or only at the first step.
+The checks raise errors where torch would continue silently, or fail only at the first step.
 """
 
 from __future__ import annotations

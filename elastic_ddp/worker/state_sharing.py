@@ -1,4 +1,4 @@
-"""How the ranks of a new generation come to one state: of a rank, of a commit, from shards, or that of a new run."""
+"""How the ranks of a new generation obtain one state: from a rank, from a commit, from shards, or as a new run."""
 
 from __future__ import annotations
 

@@ -176,8 +176,8 @@ class Step:
 
         Args:
             loss: the mean loss of the micro-batch.
-            weight: what `loss` is a mean over, such as the number of tokens that are not masked; by default the number
-                of rows. Give it for all micro-batches of a step, or for none. A micro-batch of weight 0 does not count,
+            weight: the number of units that `loss` averages over, for example unmasked tokens; by default the number of
+                rows. Give it for all micro-batches of a step, or for none. A micro-batch of weight 0 does not count,
                 whatever its loss is. A tensor on a GPU is read before the backward, which waits for the forward.
 
         Raises:
@@ -222,7 +222,7 @@ class Step:
         Args:
             by: a prepared optimizer; or a function that changes parameters in place, with the gradients of all
                 parameters of prepared optimizers at hand, such as the ascent of SAM. It is called without recording
-                gradients. What it has changed is put back before the next optimizer steps.
+                gradients. The run restores these parameters before the next optimizer steps.
             name: names the update's metrics, `<name>_loss` and, with `clip_grad_norm`, `<name>_grad_norm`. By default
                 "optimizer_0" for the first prepared optimizer, and so on, or the name of the function.
 
@@ -376,6 +376,7 @@ class Step:
         """The means over the global batch of what `log` got, by name; NaN for a name without a value.
 
         Complete after `optimize` in every `log_every_steps`-th step from step 0 on and in the last step, alike on all
-        ranks. In other steps it lacks what was logged inside the loop. A later value is the one that this rank logged.
+        ranks. In other steps, values from inside the loop are missing. Values logged after `optimize` are this rank's
+        own.
         """
         return Means({**self._metrics, **self._update.metrics})

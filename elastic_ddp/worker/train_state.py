@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 _Count = Annotated[int, Field(ge=0, le=2**62)]
 MALFORMED = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
-"""What loading a state raises that is not one of these objects."""
+"""Errors that a malformed state raises while it is loaded."""
 ChangedBy: TypeAlias = torch.optim.Optimizer | Callable[[], object] | None
 """What an update of a step changes the parameters with: an optimizer, a function, or None for all optimizers."""
 
@@ -108,7 +108,7 @@ class TrainState:
     shards: Shards | None = None
     """With FSDP, the shards that this rank holds, its own first; None before the first generation."""
     held: HeldShards | None = None
-    """With FSDP, what this rank holds of the state between two generations; None inside one, and if it is lost."""
+    """With FSDP, this rank's shards between two generations; None inside one, and if it is lost."""
     mirror: Mirror | None = None
     """With FSDP, the shard of another rank that this one keeps, inside a generation."""
     finish_step: Callable[[], None] | None = None
@@ -195,7 +195,7 @@ class TrainState:
     def step_schedulers(self, *, is_skipped: bool, by: ChangedBy = None) -> None:
         """Steps the schedulers that are due after the current step; after a skipped one, those of its epoch.
 
-        With `by`, those of this optimizer, which it has stepped or skipped.
+        With `by`, only the schedulers of this optimizer, which has stepped or was skipped.
         """
         self.guard.check(self.optimizers, self.schedulers)
         for scheduler, every in zip(self.schedulers, self.every, strict=True):
@@ -292,7 +292,8 @@ class TrainState:
         self.held = HeldShards.of(self.position.step, self.state_dict(), self.shards, self.layout, self.mirror)
 
     def drop_doubt(self) -> None:
-        """Keeps the shards as they were before the step that this rank is in doubt about. The step is repeated."""
+        """Discards the gradients of a step whose vote failed on this rank, and keeps the shards from before. The step
+        is repeated."""
         self.finish_step = None
         self.module.zero_grad(set_to_none=True)
         self.hold()

@@ -270,7 +270,7 @@ class Update:
 
     @property
     def _scale(self) -> float:
-        """What losses are multiplied by, so that float16 holds the gradients."""
+        """The factor of losses that keeps gradients in the range of float16."""
         loss_scale = self._state.loss_scale_of(self._by)
         return 1.0 if loss_scale is None else loss_scale.scale
 
@@ -292,14 +292,15 @@ class Update:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """What was logged in it, and its loss if it is one of several."""
+        """The values logged in this update, and, with several updates, its loss."""
         own = {f"{self.name}_loss": self.loss} if self.is_part and self.outcome.is_done else {}
         return {**self._metrics, **self._logged.means, **own}
 
     # The change.
 
     def optimize(self, end_of: str) -> None:
-        """Reduces what is left to reduce, and changes the model. `end_of` is what calls it, for errors."""
+        """Reduces what is left to reduce, and changes the model. `end_of` is the name of the caller, for error
+        messages."""
         self._plan.first_error.raise_again(self)
         with self._plan.first_error.capture():
             self.outcome = self._optimize(end_of)

@@ -49,11 +49,11 @@ class StepDisputedError(PeerFailedError):
 
 @dataclass
 class Verification:
-    """What one rank computes and finds in a verified step, which needs `reduction = "canonical"` and several ranks.
+    """One rank's part of a verified step. Needs `reduction = "canonical"` and several ranks.
 
-    Create it after `Strategy.begin_step`. Call `keep` for each micro-batch of this rank, `exchange` before the last of
-    them, `record` for what this rank computes for others, and `conclude` when all gradients are reduced and nothing has
-    changed yet.
+    Create it after `Strategy.begin_step`. Call `keep` for each micro-batch of this rank, `exchange` before the last
+    one, `record` for each micro-batch of another rank, and `conclude` after the reduction and before any change of the
+    state.
 
     Attributes:
         number: how many steps were verified before.
@@ -154,7 +154,7 @@ class Verification:
 
 
 def _places(verdict: Verdict, reports: Sequence[Report]) -> str:
-    """Returns the nodes of the ranks that may be at fault, and what their machines are if not all are alike."""
+    """Returns the nodes of the suspected ranks, and descriptions of their machines if these differ."""
     ranks = verdict.suspects if verdict.at_fault is None else (verdict.at_fault,)
     places = [f"rank {rank} on {reports[rank].node}" for rank in ranks]
     others = sorted({report.machine for report in reports})

@@ -123,7 +123,7 @@ class VerifiedSteps:
     def _act_on(
         self, generation: Generation, index: int, request: int, verdict: Verdict, verification: Verification
     ) -> None:
-        """Reports the verdict on a step, before the step changes anything, and does what `verify.action` says."""
+        """Reports the verdict on a step, before the step changes the state, and takes the action of `verify.action`."""
         answered = request if request > 0 else None
         self._answered = max(self._answered, request)
         action, rank = self._job.config.verify.action, generation.group.rank
