@@ -23,6 +23,7 @@ from elastic_ddp.ray_internals.drain import drain
 from tests.chaos import hosts
 from tests.integration import jobs
 from tests.integration.clusters import parent_of
+from tests.loops import loop_of
 
 DRAIN_S = 8.0
 """Deadline of a drained node in seconds."""
@@ -104,7 +105,7 @@ def make_train(
 
     def train(run: ed.Run) -> None:
         _install(run, faults, Path(markers))
-        run._loop.membership.activity.enter("build")
+        loop_of(run).membership.activity.enter("build")
         if write_s:
             _slow_down(run, write_s)
         jobs.make_train(in_a_step, waits_for_saves=not write_s)(run)
@@ -142,7 +143,7 @@ def hold(until: Callable[[ed.Run, int], bool]) -> Callable[[ed.Run, int], None]:
 
     def wait(run: ed.Run, at: int) -> None:
         while run.rank == 0 and not until(run, at):
-            client, generation = run._loop.client, run._loop.membership.generation
+            client, generation = loop_of(run).client, loop_of(run).membership.generation
             if client.signals.reconfigure or client.signals.stop or generation is None:
                 return
             if client.signals.failed_generation == generation.number:
@@ -153,19 +154,19 @@ def hold(until: Callable[[ed.Run, int], bool]) -> Callable[[ed.Run, int], None]:
 
 
 def _install(run: ed.Run, faults: Sequence[Fault], markers: Path) -> None:
-    enter = run._loop.membership.activity.enter
-    rank, generation = run._loop.client.member.rank_in_group, 0
+    enter = loop_of(run).membership.activity.enter
+    rank, generation = loop_of(run).client.member.rank_in_group, 0
 
     def enter_and_fail(place: str, *worked_s: Callable[[], float]) -> None:
         enter(place, *worked_s)
         fail_in(place)
 
     def fail_in(place: str) -> None:
-        if place == "backward" and run._loop.checkpointer.is_saving:
+        if place == "backward" and loop_of(run).checkpointer.is_saving:
             fail_in("saving")
         nonlocal rank, generation
-        if run._loop.membership.generation is not None:
-            rank, generation = run.rank, run._loop.membership.generation.number
+        if loop_of(run).membership.generation is not None:
+            rank, generation = run.rank, loop_of(run).membership.generation.number
         for number, fault in enumerate(faults):
             if (fault.rank, fault.place) != (rank, place):
                 continue
@@ -177,11 +178,11 @@ def _install(run: ed.Run, faults: Sequence[Fault], markers: Path) -> None:
                     continue
             if linger(faults, markers):
                 continue
-            victim = Happened(os.getpid(), run._loop.client.member.id, rank, run.position.step, generation)
+            victim = Happened(os.getpid(), loop_of(run).client.member.id, rank, run.position.step, generation)
             if _claim(marker_of(markers, number), victim):
                 _fail(fault, run)
 
-    run._loop.membership.activity.enter = enter_and_fail  # type: ignore[method-assign]
+    loop_of(run).membership.activity.enter = enter_and_fail  # type: ignore[method-assign]
     pieces = state_transfer._pieces
 
     def pieces_and_fail(tensors: Any) -> Iterator[Any]:
@@ -194,7 +195,7 @@ def _install(run: ed.Run, faults: Sequence[Fault], markers: Path) -> None:
 
 
 def _slow_down(run: ed.Run, write_s: float) -> None:
-    storage = run._loop.checkpointer._storage._storage
+    storage = loop_of(run).checkpointer._storage._storage
     write = storage.write
 
     def write_slowly(key: str, data: bytes | memoryview) -> None:

@@ -30,6 +30,7 @@ from elastic_ddp.telemetry import events
 from elastic_ddp.telemetry.event import Event
 from elastic_ddp.telemetry.ledger import read_ledger
 from tests.integration import jobs
+from tests.loops import loop_of
 from tests.unit.ledger_events import ledger_event
 from tests.unit.test_kubernetes_files import assert_contains
 
@@ -223,7 +224,7 @@ def main() -> None:
 
     def slow(run: ed.Run, at: int) -> None:
         time.sleep(0.05)
-        client = run._loop.client
+        client = loop_of(run).client
         while Path(pause).exists() and not client.signals.stop and not client.signals.failed_generation:
             time.sleep(0.05)
 

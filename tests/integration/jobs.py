@@ -21,6 +21,7 @@ import pyarrow.parquet as pq
 import torch
 
 import elastic_ddp as ed
+from tests.loops import loop_of
 
 FEATURES, CLASSES, ROWS = 12, 4, 1003
 STEPS = 44
@@ -79,16 +80,16 @@ class Counter:
 
 def get_ready(run: ed.Run, at: int) -> None:
     """Waits until this worker can change its rank: steps are so short that the run could end before."""
-    while run._loop.client.signals.reconfigure and run._loop.client.signals.failed_generation is None:
-        if run._loop.membership.is_ready_to_change(at + 1):
+    while loop_of(run).client.signals.reconfigure and loop_of(run).client.signals.failed_generation is None:
+        if loop_of(run).membership.is_ready_to_change(at + 1):
             return
         time.sleep(0.01)
 
 
 def finish_saving(run: ed.Run) -> None:
     """Waits for a save in progress: steps are so short that the next commit would be skipped."""
-    if (generation := run._loop.membership.generation) is not None:
-        run._loop.checkpointer._wait_in(generation.group)
+    if (generation := loop_of(run).membership.generation) is not None:
+        loop_of(run).checkpointer._wait_in(generation.group)
 
 
 def make_train(
@@ -138,7 +139,7 @@ def kill_once(
         if run.rank == rank and at == step and not Path(marker).exists():
             Path(marker).touch()
             os.kill(os.getpid() if pid is None else pid, how)
-            while how == signal.SIGINT and not run._loop.client.signals.stop:
+            while how == signal.SIGINT and not loop_of(run).client.signals.stop:
                 time.sleep(0.01)
 
     return fault
@@ -152,7 +153,7 @@ def hold(marker: str, *, step: int, world_size: int = 1) -> Callable[..., None]:
 
     def fault(run: ed.Run, at: int) -> None:
         while run.rank == 0 and at >= step and not Path(marker).exists():
-            if run.world_size < world_size and run._loop.client.signals.reconfigure:
+            if run.world_size < world_size and loop_of(run).client.signals.reconfigure:
                 return
             time.sleep(0.05)
 
@@ -165,7 +166,7 @@ def hold_for_others(marker: str, *, step: int) -> Callable[..., None]:
     def fault(run: ed.Run, at: int) -> None:
         if run.rank == 0 and at == step and not Path(marker).exists():
             Path(marker).touch()
-            while not run._loop.client.signals.reconfigure:
+            while not loop_of(run).client.signals.reconfigure:
                 time.sleep(0.01)
 
     return fault
@@ -187,9 +188,9 @@ def hold_until_asked(marker: str, *, step: int) -> Callable[..., None]:
     """Returns a fault: rank 0 waits in each step from `step` on until `marker` exists or a request arrives."""
 
     def fault(run: ed.Run, at: int) -> None:
-        client = run._loop.client
+        client = loop_of(run).client
         while run.rank == 0 and at >= step and not Path(marker).exists():
-            if client.signals.reconfigure or client.signals.stop or run._loop.checkpointer.schedule.is_requested:
+            if client.signals.reconfigure or client.signals.stop or loop_of(run).checkpointer.schedule.is_requested:
                 return
             time.sleep(0.01)
 

@@ -18,6 +18,7 @@ from elastic_ddp.worker.checkpointing import Checkpointer
 from elastic_ddp.worker.job import COMMITS
 from elastic_ddp.worker.run import Run
 from elastic_ddp.worker.step import Step
+from tests.loops import loop_of
 from tests.single_rank_store import SingleRankStore
 
 RUNNING: Any = SimpleNamespace(aborted=False)
@@ -46,7 +47,7 @@ def metrics_by_step(folder: Path) -> dict[int, dict[str, Any]]:
 
 
 def checkpointer_of(run: Run) -> Checkpointer:
-    return run._loop.checkpointer
+    return loop_of(run).checkpointer
 
 
 def wait_for_saves(run: Run, then: Callable[[Step], None] = lambda step: None) -> Callable[[Step], None]:

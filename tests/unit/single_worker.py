@@ -30,6 +30,7 @@ from elastic_ddp.worker.generation import Generation
 from elastic_ddp.worker.membership import RestartTraining
 from elastic_ddp.worker.run import Run
 from elastic_ddp.worker.step import Step
+from tests.loops import loop_of
 
 CPU = torch.device("cpu")
 PEER_FAILURE = "[gloo/transport/tcp/pair.cc] Connection closed by peer"
@@ -211,7 +212,7 @@ NewRun = Callable[..., Run]
 
 
 def client_of(run: Run) -> FakeClient:
-    client: Any = run._loop.client
+    client: Any = loop_of(run).client
     return client
 
 
@@ -252,7 +253,7 @@ def train(run: Run, in_step: Callable[[Step], None] = lambda step: None) -> dict
                     in_step(step)
                 step.backward(loss)
             step.optimize()
-    return run._loop.finish()
+    return loop_of(run).finish()
 
 
 def evaluate(run: Run) -> float:
@@ -311,10 +312,10 @@ def train_and_count(
                     if evaluates:
                         evaluate(run)
                     counter.steps.append(step.index)
-            outcome = run._loop.finish()
+            outcome = loop_of(run).finish()
         except RestartTraining:
-            run._loop.restart()
-            run = Run(run._loop)
+            loop_of(run).restart()
+            run = Run(loop_of(run))
         else:
-            run._loop.membership.leave(intact=True)
+            loop_of(run).membership.leave(intact=True)
             return outcome, counter.steps

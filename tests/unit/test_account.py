@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from elastic_ddp.rendezvous.hang import Activity
 from elastic_ddp.telemetry.account import PHASES, Account
+from tests.loops import loop_of
 from tests.unit.single_worker import PEER_FAILURE, NewRun, client_of, prepared
 
 
@@ -151,8 +152,8 @@ def test_work_in_a_long_wait_is_at_most_a_typical_step() -> None:
 
 def test_a_first_step_that_waits_for_a_failed_peer_counts_as_detection(new_run: NewRun) -> None:
     run, now = new_run(), 1000.0
-    run._loop.membership.clock.account._clock = lambda: now
-    run._loop.membership.activity._clock = lambda: now
+    loop_of(run).membership.clock.account._clock = lambda: now
+    loop_of(run).membership.activity._clock = lambda: now
     model = prepared(run)
     for step in run.steps():
         with step:

@@ -21,6 +21,7 @@ from elastic_ddp.storage.storage import Storage
 from elastic_ddp.worker import commit_schedule
 from elastic_ddp.worker.job import COMMITS
 from elastic_ddp.worker.step import Step
+from tests.loops import loop_of
 from tests.unit.commit_helpers import (
     break_storage,
     checkpointer_of,
@@ -37,7 +38,7 @@ from tests.unit.single_worker import PEER_FAILURE, NewRun, client_of, train
 def test_a_commit_records_its_run_versions_and_position(new_run: NewRun, tmp_path: Path) -> None:
     run = new_run()
     train(run)
-    record, job = newest_record(tmp_path), run._loop.job
+    record, job = newest_record(tmp_path), loop_of(run).job
     packages = {name: version(name) for name in ("elastic-ddp", "torch", "ray", "pyarrow")}
     assert record["versions"] == {"python": platform.python_version(), **packages}
     assert (record["generation"], record["epoch"]) == (1, job.shape.epoch_of(job.total_steps))
@@ -79,7 +80,7 @@ def test_a_run_whose_replicas_differ_ends_and_resumes_from_the_commit_before(
         train(first, wait_for_saves(first, make_replicas_differ))
     assert sorted(metrics_by_step(tmp_path)) == before
     assert [event["counts"] for event in client_of(first).events_of("commit_failed")] == [False]
-    first._loop.membership.leave(intact=False)
+    loop_of(first).membership.leave(intact=False)
     resumed = new_run(checkpoint=settings)
     train(resumed, wait_for_saves(resumed))
     assert resumed.position.step == 6 and max(metrics_by_step(tmp_path)) == 6
@@ -87,10 +88,10 @@ def test_a_run_whose_replicas_differ_ends_and_resumes_from_the_commit_before(
 
 def test_ranks_that_end_with_different_weights_end_the_run(new_run: NewRun, monkeypatch: pytest.MonkeyPatch) -> None:
     run = new_run()
-    monkeypatch.setattr(run._loop, "_gather_weights_sha256", lambda generation: ["a" * 64, "b" * 64])
+    monkeypatch.setattr(loop_of(run), "_gather_weights_sha256", lambda generation: ["a" * 64, "b" * 64])
     with pytest.raises(ReplicasDifferError, match=r"different weights.*0: 'a"):
         train(run)
-    run._loop.membership.leave(intact=False)
+    loop_of(run).membership.leave(intact=False)
 
 
 def test_a_save_that_outlives_its_generation_removes_nothing(

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from elastic_ddp.worker.run import Run
+from tests.loops import loop_of
 from tests.unit.commit_helpers import break_storage, checkpointer_of, metrics_by_step, newest_record, wait_for_saves
 from tests.unit.single_worker import PEER_FAILURE, NewRun, Place, client_of, prepared, train, train_and_count
 
@@ -38,7 +39,7 @@ def train_and_evaluate(run: Run, values: dict[int, float], *, before_step: bool 
             step.optimize()
         if not before_step and step.index in values:
             evaluate(values[step.index])
-    run._loop.finish()
+    loop_of(run).finish()
 
 
 def test_a_commit_has_the_newest_value_of_every_metric(new_run: NewRun, tmp_path: Path) -> None:
@@ -71,10 +72,10 @@ def test_without_best_metric_an_error_after_the_last_step_loses_no_commit(
     new_run: NewRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = new_run(checkpoint={"every_steps": 3, "keep": 9})
-    monkeypatch.setattr(run._loop, "finish", dict)
+    monkeypatch.setattr(loop_of(run), "finish", dict)
     train(run, wait_for_saves(run))
-    run._loop.membership.leave(intact=False)
-    run._loop.membership.shut_down(save_within_s=60)
+    loop_of(run).membership.leave(intact=False)
+    loop_of(run).membership.shut_down(save_within_s=60)
     assert sorted(metrics_by_step(tmp_path)) == [3, 6]
 
 
@@ -134,6 +135,6 @@ def test_a_restart_with_the_state_of_a_peer_keeps_the_metrics(new_run: NewRun) -
     train(run)
     checkpointer, schedule = checkpointer_of(run), checkpointer_of(run).schedule
     checkpointer.metrics.update(6, {"accuracy": 0.5})
-    run._loop.restart()
-    assert checkpointer._record(run._loop.state, 1)["metrics"]["accuracy"] == {"value": 0.5, "step": 6}
+    loop_of(run).restart()
+    assert checkpointer._record(loop_of(run).state, 1)["metrics"]["accuracy"] == {"value": 0.5, "step": 6}
     assert schedule.step == 6 and not schedule.should_commit(7) and schedule.should_commit(8)

@@ -20,6 +20,7 @@ from elastic_ddp.driver.session import Session
 from elastic_ddp.errors import ConfigError
 from elastic_ddp.storage.lease import DriverLease
 from elastic_ddp.storage.storage import Storage
+from tests.loops import loop_of
 from tests.unit.inprocess_rendezvous import InProcessRendezvous
 from tests.unit.single_worker import NewRun, compute_gradients, prepared
 
@@ -146,13 +147,13 @@ def test_no_credential_is_in_a_file_of_the_run_or_in_its_output(
     for name in ("AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "RAY_AUTH_TOKEN", "HF_TOKEN"):
         monkeypatch.setenv(name, SECRET)
     run = new_run(env={"UNUSUAL": SECRET}, runtime_env={"py_modules": [f"s3://bucket/{SECRET}.zip"]})
-    job = run._loop.job
+    job = loop_of(run).job
     model = prepared(run)
     for step in run.steps():
         with step:
             compute_gradients(step, model)
             step.optimize()
-    outcome = {"status": "finished", **run._loop.finish()}
+    outcome = {"status": "finished", **loop_of(run).finish()}
 
     rendezvous = inprocess_rendezvous()
     monkeypatch.setattr(session_module, "run_workers", lambda *_: rendezvous.ask("end", None, None, outcome))

@@ -16,6 +16,7 @@ from elastic_ddp.driver.display import describe_event
 from elastic_ddp.errors import CheckpointError, ConfigError
 from elastic_ddp.telemetry.event import parse
 from elastic_ddp.worker.run import Run
+from tests.loops import loop_of
 from tests.unit.single_worker import Model, NewRun, client_of, compute_gradients
 
 Schedule = Callable[[Optimizer, int], LRScheduler]
@@ -34,8 +35,8 @@ def trained(run: Run, optimizer: NewOptimizer | None = None, schedule: Schedule 
             compute_gradients(step, model)
             settings.append({key: value for key, value in prepared.param_groups[0].items() if key != "params"})
             step.optimize()
-    run._loop.finish()
-    run._loop.membership.leave(intact=True)
+    loop_of(run).finish()
+    loop_of(run).membership.leave(intact=True)
     return settings
 
 
@@ -142,7 +143,7 @@ def test_a_changed_schedule_that_cannot_be_moved_is_an_error(new_run: NewRun, ki
             with step:
                 compute_gradients(step, model)
                 step.optimize()
-        run._loop.finish()
+        loop_of(run).finish()
 
     train(new_run(), 8, 0.1)
     with pytest.raises(ConfigError, match=rf"{kind} has changed since .* moved to step 6, .*{reason}.* LambdaLR"):
@@ -233,7 +234,7 @@ def test_the_moments_are_kept_when_a_setting_is_edited(new_run: NewRun) -> None:
                 with step:
                     compute_gradients(step, model)
                     step.optimize()
-            run._loop.finish()
+            loop_of(run).finish()
         else:
             assert list(run.steps()) == []
         moments.append([state["exp_avg"].clone() for state in optimizer.state.values()])
@@ -299,7 +300,7 @@ def test_the_same_code_continues_with_the_same_bits_and_lists_nothing(new_run: N
                 step.optimize()
                 if step.index == 4:
                     optimizer.param_groups[0]["lr"] *= 0.5
-        weights = run._loop.finish()["weights_sha256"]
+        weights = loop_of(run).finish()["weights_sha256"]
         return weights, optimizer.param_groups[0]["lr"]
 
     train(new_run(), until=6)
@@ -352,7 +353,7 @@ def with_plateau(run: Run, patience: int, rate: float = 0.1) -> list[float]:
             step.optimize()
             plateau.step(1.0)
         rates.append(optimizer.param_groups[0]["lr"])
-    run._loop.finish()
+    loop_of(run).finish()
     return rates
 
 

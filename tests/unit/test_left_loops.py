@@ -14,6 +14,7 @@ from elastic_ddp.report.page import headline
 from elastic_ddp.storage.storage import Storage
 from elastic_ddp.telemetry.goodput import goodput
 from elastic_ddp.worker.run import Run
+from tests.loops import loop_of
 from tests.unit.report_runs import Recorder
 from tests.unit.single_worker import NewRun, compute_gradients, prepared
 from tests.unit.test_cli import invoke, write_ledger
@@ -29,7 +30,7 @@ def train(run: Run, leave_at: int | None = None) -> dict[str, Any]:
         with step:
             compute_gradients(step, model)
             step.optimize()
-    return run._loop.finish()
+    return loop_of(run).finish()
 
 
 def test_some_steps_and_then_the_rest_give_the_weights_of_an_uninterrupted_run(new_run: NewRun) -> None:

@@ -18,6 +18,7 @@ from elastic_ddp.telemetry.event import parse
 from elastic_ddp.telemetry.summary import summarize
 from elastic_ddp.worker.run import Run
 from elastic_ddp.worker.step import Step
+from tests.loops import loop_of
 from tests.ranks import run_ranks
 from tests.unit.commit_helpers import checkpointer_of, commits_in
 from tests.unit.rank_steps import config_of, run_steps
@@ -64,7 +65,7 @@ def train(run: Run, fault: Fault) -> dict[str, Any]:
             step.optimize()
         tensors = {name: value.clone() for name, value in model.state_dict().items()}
         states.append((tensors, optimizer.param_groups[0]["lr"], step.skipped))
-    return {**run._loop.finish(), "states": states}
+    return {**loop_of(run).finish(), "states": states}
 
 
 @pytest.mark.parametrize("clip_grad_norm", [None, 0.5])
@@ -84,7 +85,7 @@ def test_a_value_that_is_not_finite_stops_the_run_before_it_changes_anything(
         train(run, fault)
     assert 'on_nonfinite = "skip"' in str(caught.value) and "For other data, " in str(caught.value)
     assert run.position.step == 2
-    assert run._loop.state.nonfinite_parameters() == []
+    assert loop_of(run).state.nonfinite_parameters() == []
 
 
 @pytest.mark.parametrize("clip_grad_norm", [None, 0.5])

@@ -22,6 +22,7 @@ from elastic_ddp.worker.optimizer_state import load_named_state, named_state
 from elastic_ddp.worker.restore import restore
 from elastic_ddp.worker.run import Run
 from elastic_ddp.worker.train_state import TrainState
+from tests.loops import loop_of
 from tests.ranks import run_ranks
 from tests.unit.single_worker import Model, NewRun, compute_gradients
 from tests.unit.test_fsdp import OPTIMIZERS, prepared, train_on
@@ -72,8 +73,8 @@ def weights_of(
         with step:
             compute_gradients(step, model)
             step.optimize()
-    outcome = run._loop.finish()
-    run._loop.membership.leave(intact=True)
+    outcome = loop_of(run).finish()
+    loop_of(run).membership.leave(intact=True)
     return str(outcome["weights_sha256"])
 
 

@@ -25,6 +25,7 @@ from elastic_ddp.worker.generation_inputs import GenerationInputs
 from elastic_ddp.worker.loop import Loop
 from elastic_ddp.worker.membership import RestartTraining
 from elastic_ddp.worker.run import Run
+from tests.loops import loop_of
 from tests.unit.single_worker import (
     PEER_FAILURE,
     FakeClient,
@@ -101,7 +102,7 @@ def test_a_running_save_ends_before_the_training_function_restarts(
 def test_the_time_of_a_restart_does_not_belong_to_the_generation_before(new_run: NewRun, why: str) -> None:
     """The rendezvous keeps the longest account, and would count it as useful time."""
     run, now, accounts = new_run(), 1000.0, []
-    run._loop.membership.clock.account = Account(clock=lambda: now)
+    loop_of(run).membership.clock.account = Account(clock=lambda: now)
     client = client_of(run)
     join = client.join
 
@@ -121,10 +122,10 @@ def test_the_time_of_a_restart_does_not_belong_to_the_generation_before(new_run:
                 step.optimize()
                 raise dist.DistNetworkError(PEER_FAILURE)
     now += 20.0
-    run._loop.restart()
-    again = Run(run._loop)
+    loop_of(run).restart()
+    again = Run(loop_of(run))
     assert train(again)["steps"] == 6
-    again._loop.membership.leave(intact=True)
+    loop_of(again).membership.leave(intact=True)
     assert [sum(account.values()) for account in accounts] == [0.0, 1.0]
 
 
@@ -148,9 +149,9 @@ def test_a_worker_whose_peer_dies_with_its_shard_restarts_and_keeps_its_place(ne
                 client.reconfigure_requested = True
                 compute_gradients(step, model)
                 step.optimize()
-    run._loop.restart()
+    loop_of(run).restart()
     client.reconfigure_requested = False
-    assert train(Run(run._loop))["steps"] == 6
+    assert train(Run(loop_of(run)))["steps"] == 6
     assert len(client.joins) == 2
 
 
@@ -165,11 +166,11 @@ def test_a_sharded_run_refuses_a_model_that_is_already_sharded(new_run: NewRun) 
                 compute_gradients(step, model)
                 step.optimize()
                 fail(step.index)
-    run._loop.restart()
-    again = Run(run._loop)
+    loop_of(run).restart()
+    again = Run(loop_of(run))
     with pytest.raises(ConfigError, match=r"already sharded: 0\.weight"):
         again.prepare(module)
-    again._loop.membership.leave(intact=False)
+    loop_of(again).membership.leave(intact=False)
 
 
 # A loop that ends before its last step is done.
@@ -193,12 +194,12 @@ def train_until(run: Run, last: int, fail: Callable[[int], None], *, evaluates: 
             if step.index == last:
                 break
         try:
-            return run._loop.finish()
+            return loop_of(run).finish()
         except RestartTraining:
-            run._loop.restart()
-            run = Run(run._loop)
+            loop_of(run).restart()
+            run = Run(loop_of(run))
         finally:
-            run._loop.membership.leave(intact=False)
+            loop_of(run).membership.leave(intact=False)
 
 
 def test_a_loop_that_ends_with_a_torn_step_restarts(new_run: NewRun) -> None:
@@ -211,7 +212,7 @@ def test_a_loop_that_ends_with_a_torn_step_restarts(new_run: NewRun) -> None:
             raise dist.DistNetworkError(PEER_FAILURE)
         break
     with pytest.raises(RestartTraining):
-        run._loop.finish()
+        loop_of(run).finish()
 
 
 def test_a_loop_that_ends_with_a_failed_step_repeats_the_step(new_run: NewRun) -> None:
@@ -305,7 +306,7 @@ def test_an_evaluation_that_fails_after_each_restart_of_a_sharded_run_ends_the_r
                 compute_gradients(step, model)
                 step.optimize()
             steps.append(step.index)
-            run._loop.checkpointer.close(60)
+            loop_of(run).checkpointer.close(60)
             if step.index in (2, 4):
                 evaluate(run)
 
@@ -314,9 +315,9 @@ def test_an_evaluation_that_fails_after_each_restart_of_a_sharded_run_ends_the_r
             try:
                 train_once()
             except RestartTraining:
-                run._loop.restart()
-                run = Run(run._loop)
-    run._loop.membership.leave(intact=False)
+                loop_of(run).restart()
+                run = Run(loop_of(run))
+    loop_of(run).membership.leave(intact=False)
     assert steps == [0, 1, 2, 3, 4, 4, 4]
 
 
@@ -334,7 +335,7 @@ def test_different_workers_that_die_in_one_step_do_not_end_the_run(
                 step.backward(model(batch["x"]).square().mean())
             step.optimize()
         evaluate(run)
-    assert run._loop.finish()["steps"] == 6 and len(fail.raised) == 4
+    assert loop_of(run).finish()["steps"] == 6 and len(fail.raised) == 4
 
 
 @pytest.mark.parametrize("is_sharded", [False, True], ids=["replicated", "sharded"])
@@ -355,8 +356,8 @@ def test_a_generation_that_never_forms_ends_the_run(
             try:
                 train(run)
             except RestartTraining:
-                run._loop.restart()
-                run = Run(run._loop)
+                loop_of(run).restart()
+                run = Run(loop_of(run))
     assert len(client.joins) == 11
 
 
@@ -401,11 +402,11 @@ def test_a_newcomer_that_warmed_up_and_finds_no_state_restarts_and_keeps_its_pla
                 client.planned_join = None  # the others die
                 compute_gradients(step, model)
                 step.optimize()
-    run._loop.restart()
+    loop_of(run).restart()
     if peer_fails:
         aborts = iter([True])
         monkeypatch.setattr(client, "on_failure", lambda abort: abort() if abort and next(aborts, False) else None)
     torch.manual_seed(0)  # as `new_run` does
-    assert train(Run(run._loop)) == train(new_run(folder="undisturbed"))
+    assert train(Run(loop_of(run))) == train(new_run(folder="undisturbed"))
     assert [failure is not None for failure in client.failures] == ([False, True] if peer_fails else [False])
     assert [event["generation"] for event in client.events_of("generation_started")] == [2 if peer_fails else 1]

@@ -24,6 +24,7 @@ from elastic_ddp.worker.generation import Generation
 from elastic_ddp.worker.membership import ConsecutiveFailures, RestartTraining
 from elastic_ddp.worker.run import Run
 from elastic_ddp.worker.step import Step
+from tests.loops import loop_of
 from tests.unit.commit_helpers import commits_in
 from tests.unit.single_worker import (
     PEER_FAILURE,
@@ -67,7 +68,7 @@ def train_and_evaluate(run: Run, *after: int) -> list[float]:
             step.optimize()
         if step.index in after:
             results += [evaluate(run) for _ in range(2)]
-    assert run._loop.finish()["steps"] == 6
+    assert loop_of(run).finish()["steps"] == 6
     return results
 
 
@@ -174,7 +175,7 @@ def test_an_evaluation_before_optimize_is_repeated_with_its_step(
                 with contextlib.suppress(RuntimeError):
                     evaluate_at("and is caught")
                 step.optimize()
-        return run._loop.finish(), evaluated
+        return loop_of(run).finish(), evaluated
 
     undisturbed, evaluated = train_and_evaluate_first(new_run(folder="undisturbed"), PeerFailures())
     assert evaluated == [0, 1, 2, 3, 4, 5]
@@ -204,7 +205,7 @@ def test_several_evaluations_after_a_failed_step_rejoin_once(new_run: NewRun, mo
             step.optimize()
         if step.index == 3:
             assert [evaluate(run) for _ in range(3)] == [1.5] * 3
-    assert run._loop.finish()["steps"] == 6
+    assert loop_of(run).finish()["steps"] == 6
     assert client_of(run).joins == [(None, True), (3, False)]
     assert in_generation == [2] * 6, "after the failed step, and after its repetition"
 
@@ -293,7 +294,7 @@ def test_a_worker_reports_whether_others_can_continue_from_its_state(
                 evaluate(run)
         if (where, step.index) == ("after block", 2):
             evaluate(run)
-    assert run._loop.finish()["steps"] == 6
+    assert loop_of(run).finish()["steps"] == 6
     assert client_of(run).are_resumable == [True, is_resumable]
 
 

@@ -28,6 +28,7 @@ from elastic_ddp.telemetry.description import describe_event
 from elastic_ddp.telemetry.event import PEER_FAILED, Event
 from elastic_ddp.telemetry.events import CommitSucceeded
 from elastic_ddp.telemetry.ledger import read_ledger
+from tests.loops import loop_of
 from tests.unit.inprocess_rendezvous import FAKE_RAY, InProcessRendezvous
 from tests.unit.ledger_events import ledger_event
 from tests.unit.rendezvous_harness import member
@@ -55,7 +56,7 @@ def drive(
             rendezvous.ask("end", WORKER, None, {"status": "failed", "error": "the loss is no number"})
             then(rendezvous)
 
-        job, rendezvous = new_run()._loop.job, inprocess_rendezvous()
+        job, rendezvous = loop_of(new_run()).job, inprocess_rendezvous()
         monkeypatch.setattr(session_module, "run_workers", work)
         with DriverLease(job.storage, "test", lambda _: "s000001-a", print) as lease:
             lease.acquire()
@@ -113,7 +114,7 @@ def test_a_session_ends_soon_if_ray_has_ended_on_this_machine(
     monkeypatch.setattr(session_module, "RAY_CHECK_S", 0.01)
     monkeypatch.setattr(session_module, "has_ray_ended", lambda is_ending: is_ending or not requested)
     monkeypatch.setattr(session_module, "run_workers", lambda *_: None)
-    job: Any = new_run()._loop.job
+    job: Any = loop_of(new_run()).job
     with DriverLease(job.storage, "test", lambda _: "s000001-a", print) as lease:
         lease.acquire()
         session = Session(job, cast(Any, SilentRendezvous()), None, lease, time.time(), GcsWatch(GCS))
@@ -125,7 +126,7 @@ def test_a_run_whose_gcs_does_not_return_commits_and_ends_with_what_to_do(
     new_run: NewRun, inprocess_rendezvous: Callable[..., InProcessRendezvous], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ray itself ends the driver after a minute, with its own line only."""
-    job, rendezvous, clock = new_run()._loop.job, inprocess_rendezvous(), iter(range(0, 10**6, 10))
+    job, rendezvous, clock = loop_of(new_run()).job, inprocess_rendezvous(), iter(range(0, 10**6, 10))
 
     def refuse(*_: Any) -> None:
         raise ConnectionRefusedError
@@ -157,7 +158,7 @@ def test_a_runtime_env_that_ray_cannot_set_up_is_an_error_of_the_configuration(
 
     monkeypatch.setattr(session_module, "ray", SimpleNamespace(get=fail, exceptions=ray.exceptions))
     monkeypatch.setattr(session_module, "run_workers", lambda *_: None)
-    job: Any = new_run()._loop.job
+    job: Any = loop_of(new_run()).job
     with DriverLease(job.storage, "test", lambda _: "s000001-a", print) as lease:
         lease.acquire()
         session = Session(job, cast(Any, SilentRendezvous()), None, lease, time.time(), GcsWatch(GCS))

@@ -16,6 +16,7 @@ from elastic_ddp.checkpoint import Save
 from elastic_ddp.rendezvous.hang import Activity, HangDetector
 from elastic_ddp.storage.storage import Storage
 from elastic_ddp.worker.run import Run
+from tests.loops import loop_of
 from tests.saving import LocalMailbox
 from tests.unit.single_worker import NewRun, client_of, prepared, train
 from tests.unit.test_checkpoint import make_state
@@ -141,7 +142,7 @@ def begin_save(run: Run, rank: int, mailbox: LocalMailbox) -> None:
         fence=lambda: None,
         on_end=lambda outcome: None,
     )
-    run._loop.checkpointer._saver.begin(make_state(1), save)
+    loop_of(run).checkpointer._saver.begin(make_state(1), save)
 
 
 def test_a_rank_that_writes_while_rank_0_waits_makes_progress(new_run: NewRun, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,7 +159,7 @@ def test_a_rank_that_writes_while_rank_0_waits_makes_progress(new_run: NewRun, m
 
     def save_and_ask() -> bool:
         begin_save(run, 1, LocalMailbox())
-        return run._loop._is_durable(generation)
+        return loop_of(run)._is_durable(generation)
 
     with while_blocked(monkeypatch, "write", save_and_ask, activity, "collective"):
         detector = detect_hang(rank1=activity)
@@ -174,7 +175,7 @@ def test_a_rank_0_that_waits_for_a_share_is_not_the_culprit(new_run: NewRun) -> 
 
     def save_and_wait() -> None:
         begin_save(run, 0, mailbox)
-        run._loop.checkpointer.wait(group)
+        loop_of(run).checkpointer.wait(group)
 
     with ThreadPoolExecutor(1) as thread:
         result = thread.submit(save_and_wait)
@@ -202,7 +203,7 @@ def test_slow_weights_of_another_run_are_no_hang(new_run: NewRun, monkeypatch: p
 
     def load_and_begin() -> None:
         prepared(run)
-        run.load_weights(other._loop.job.storage.uri)
+        run.load_weights(loop_of(other).job.storage.uri)
         next(run.steps())
 
     with while_blocked(monkeypatch, "read_into", load_and_begin, activity, "hand-over"):

@@ -23,6 +23,7 @@ from elastic_ddp.telemetry import read_ledger, summarize
 from elastic_ddp.worker.generation import strategy_of
 from elastic_ddp.worker.job import COMMITS
 from elastic_ddp.worker.restore import restore
+from tests.loops import loop_of
 from tests.ranks import run_ranks
 from tests.unit.single_worker import Model, NewRun, StepCounter, client_of, compute_gradients, prepared
 from tests.unit.test_fsdp import prepared as prepared_shards
@@ -95,7 +96,7 @@ def _train(new_run: NewRun, steps: int) -> dict[str, Any]:
             step.optimize()
             counted.steps.append(step.index)
     assert counted.steps == [*range(steps)]
-    return run._loop.finish()
+    return loop_of(run).finish()
 
 
 def test_a_finished_run_has_the_same_weights_and_samples(new_run: NewRun, stored: Path) -> None:

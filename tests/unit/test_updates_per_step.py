@@ -27,6 +27,7 @@ from elastic_ddp.worker.run import Run
 from elastic_ddp.worker.step import Step
 from elastic_ddp.worker.step_plan import StepPlan
 from elastic_ddp.worker.train_state import TrainState
+from tests.loops import loop_of
 from tests.ranks import run_ranks
 from tests.unit.single_worker import CPU, NewRun, PeerFailures, fake_feed
 
@@ -154,10 +155,10 @@ def train(run: Run, name: str, fail: Callable[[Any], None] = lambda place: None)
                     model.update(**step.gathered)
                     fail(("update", step.index))
                     average.update_parameters(model)
-            weights = run._loop.finish()["weights_sha256"]
+            weights = loop_of(run).finish()["weights_sha256"]
         except RestartTraining:
-            run._loop.restart()
-            run = Run(run._loop)
+            loop_of(run).restart()
+            run = Run(loop_of(run))
         else:
             return weights, weights_sha256(average.state_dict().items())
 

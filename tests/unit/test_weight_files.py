@@ -17,6 +17,7 @@ from elastic_ddp.distributed.process_group import ProcessGroup
 from elastic_ddp.errors import CheckpointError, ConfigError
 from elastic_ddp.rendezvous.hang import Activity
 from elastic_ddp.worker.pretrained import PretrainedWeights
+from tests.loops import loop_of
 from tests.ranks import run_ranks
 from tests.unit.single_worker import Model, NewRun, client_of, expect_config_error, prepared
 
@@ -260,7 +261,7 @@ def test_another_runs_weights_are_renamed_too(start: Start, new_run: NewRun, tmp
             for batch in step.micro_batches():
                 step.backward(model(batch["x"]).square().mean())
             step.optimize()
-    run._loop.finish()
+    loop_of(run).finish()
     expected = {f"net.{name}": value.clone() for name, value in model.state_dict().items()}
     assert equal(
         start(tmp_path / "trained", torch.nn.ModuleDict({"net": Model()}), key_mapping={"^": "net."}), expected

@@ -19,6 +19,7 @@ from elastic_ddp.rendezvous.messages import PlannedAssignment
 from elastic_ddp.seeding import seed_all
 from elastic_ddp.worker.run import Run
 from elastic_ddp.worker.step import Step
+from tests.loops import loop_of
 from tests.unit.single_worker import (
     PEER_FAILURE,
     FakeFeed,
@@ -86,7 +87,7 @@ def test_a_worker_that_was_presumed_dead_commits_nothing_and_rejoins(new_run: Ne
 
     def in_step(step: Step) -> None:
         steps.append(step.index)
-        run._loop.checkpointer.close(60)
+        loop_of(run).checkpointer.close(60)
         client.presumed_dead = len(client.joins) < 2
 
     train(run, in_step)
@@ -121,7 +122,7 @@ def test_a_standby_warms_up_waits_for_a_place_and_reads_its_first_rows_before_it
 
 def test_a_standby_reads_nothing_onto_a_gpu(new_run: NewRun, monkeypatch: pytest.MonkeyPatch) -> None:
     run = new_run()
-    client, membership = client_of(run), run._loop.membership
+    client, membership = client_of(run), loop_of(run).membership
     client.planned_join = PlannedAssignment(1, 2, 0)
     prepared(run)
     membership._inputs = replace(membership._inputs, device=torch.device("cuda:0"))
@@ -175,7 +176,7 @@ def test_a_membership_change_waits_for_the_first_rows_of_the_next_generation(
 ) -> None:
     run = new_run(steps=12)
     opened: list[tuple[int, FakeFeed]] = []
-    feeds = run._loop.membership._feeds
+    feeds = loop_of(run).membership._feeds
     make = feeds._make
 
     def make_slow(micro_batches: tuple[int, ...], step: int, before_reading: Callable[[], object]) -> Any:
@@ -226,7 +227,7 @@ def test_membership_does_not_change_after_the_last_step(new_run: NewRun, leaves_
             step.optimize()
         if step.index == leaves_loop_at:
             break
-    assert run._loop.finish()["steps"] == leaves_loop_at + 1
+    assert loop_of(run).finish()["steps"] == leaves_loop_at + 1
     assert client_of(run).joins == [(None, True)]
 
 
@@ -248,7 +249,7 @@ def test_random_numbers_between_batches_and_steps_depend_only_on_the_step(new_ru
             numbers[step.index].append(random.random())
             if step.index == until:
                 break
-        run._loop.membership.shut_down(save_within_s=60)  # waits for the save
+        loop_of(run).membership.shut_down(save_within_s=60)  # waits for the save
         return numbers
 
     expected = draw(new_run(steps=6, checkpoint={"every_steps": 3}), 5)
