@@ -38,8 +38,8 @@ hosts: .venv-hosts/.installed ## the guides to clusters over ssh and to Slurm, o
 		-m "chaos or not chaos" --durations=0 --durations-min=1 -rP $(ARGS)
 
 loggers: .venv-loggers/.installed ## loggers, metrics and jobs with real W&B, MLflow, Prometheus and Ray's job server
-	.venv-loggers/bin/python -m pytest -m "chaos or not chaos" tests/unit/test_trackers.py \
-		tests/unit/test_scaling_benchmark.py tests/chaos/test_loggers.py tests/chaos/test_prometheus.py \
+	.venv-loggers/bin/python -m pytest -m "chaos or not chaos" tests/unit/loggers/test_trackers.py \
+		tests/unit/benchmarks/test_scaling_benchmark.py tests/chaos/test_loggers.py tests/chaos/test_prometheus.py \
 		tests/chaos/test_submit.py $(ARGS)
 
 compat: ## the unit tests and a short elastic run with the oldest and the newest versions, 6 GB each in .venv-compat-*

@@ -12,7 +12,7 @@ import torch
 from elastic_ddp.checkpoint import CheckpointStore, Commit, Save, Saver
 from elastic_ddp.storage.storage import Storage
 from elastic_ddp.storage.watchdog import WatchedStorage
-from tests.unit.test_checkpoint import keys_of, make_state, restored_step
+from tests.unit.checkpoint.test_checkpoint import keys_of, make_state, restored_step
 
 PART_BYTES = 5 << 20
 """Smallest part of a multipart upload to S3."""

@@ -31,8 +31,8 @@ from elastic_ddp.telemetry.event import Event
 from elastic_ddp.telemetry.ledger import read_ledger
 from tests.integration import jobs
 from tests.loops import loop_of
+from tests.unit.cluster.test_kubernetes_files import assert_contains
 from tests.unit.ledger_events import ledger_event
-from tests.unit.test_kubernetes_files import assert_contains
 
 pytest.importorskip("ray.dashboard.optional_deps", reason="needs ray[default]", exc_type=ImportError)
 if (PROMETHEUS := shutil.which("prometheus")) is None:

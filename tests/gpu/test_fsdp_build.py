@@ -13,8 +13,8 @@ from elastic_ddp.distributed.prepared_model import PreparedModel
 from elastic_ddp.distributed.process_group import ProcessGroup
 from elastic_ddp.tensors.state_tree import local_part
 from tests.ranks import run_ranks
-from tests.unit.test_first_weights import on_meta
-from tests.unit.test_fsdp import config_of
+from tests.unit.distributed.test_first_weights import on_meta
+from tests.unit.distributed.test_fsdp import config_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.ranks import run_ranks
-from tests.unit.test_shared_shards import NUM_PARAMETERS, save_shards, shards_restored_to
+from tests.unit.worker.test_shared_shards import NUM_PARAMETERS, save_shards, shards_restored_to
 
 pytestmark = pytest.mark.gpu
 

@@ -1,4 +1,4 @@
-"""SyncBatchNorm on one GPU that two ranks share: the training of tests/unit/test_sync_batch_norm.py."""
+"""SyncBatchNorm on one GPU that two ranks share: the training of tests/unit/distributed/test_sync_batch_norm.py."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.unit.test_sync_batch_norm import assert_trains_like_one_process
+from tests.unit.distributed.test_sync_batch_norm import assert_trains_like_one_process
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 

@@ -95,7 +95,7 @@ def test_weights_samples_and_losses_do_not_depend_on_the_number_of_workers(
     assert fit(folder, f"workers-{workers}", workers, **best) == result, "fit returns the same result again"
 
 
-@pytest.mark.chaos  # tests/unit/test_same_bits.py has a small version
+@pytest.mark.chaos  # tests/unit/distributed/test_same_bits.py has a small version
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_runs_in_16_bits_have_the_same_bits_at_any_number_of_workers(
     folder: Path, calm: ed.RunResult, precision: str
@@ -333,7 +333,7 @@ def test_survivors_continue_and_a_replacement_joins_them(folder: Path, calm: ed.
     assert generations[2:] in ([(3, 31, "workers joined")], [(3, 32, "workers joined")]), "once all workers are ready"
 
 
-@pytest.mark.chaos  # tests/unit/test_replica_check.py has a small version
+@pytest.mark.chaos  # tests/unit/checkpoint/test_replica_check.py has a small version
 def test_replicas_that_differ_are_not_committed_and_the_same_command_resumes(folder: Path, calm: ed.RunResult) -> None:
     """A bit flips in the memory of one worker."""
     marker = folder / "flipped"

@@ -25,7 +25,7 @@ from elastic_ddp.telemetry import read_ledger
 from elastic_ddp.telemetry.event import Event
 from tests.integration import jobs
 from tests.integration.clusters import command, until
-from tests.unit.test_cli import invoke
+from tests.unit.cli.test_cli import invoke
 
 pytestmark = pytest.mark.slow
 

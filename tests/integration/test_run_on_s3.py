@@ -17,7 +17,7 @@ from elastic_ddp.loggers.tensorboard import FOLDER, read_records
 from elastic_ddp.storage.storage import Storage
 from elastic_ddp.telemetry import read_ledger
 from tests.integration import jobs
-from tests.unit.test_cli import invoke
+from tests.unit.cli.test_cli import invoke
 
 pytestmark = pytest.mark.slow
 

@@ -19,7 +19,7 @@ from tests.s3.ceph import USER
 from tests.s3.conftest import Bucket
 from tests.s3.proxy import Fault, Proxy, Refusal
 from tests.saving import PART_BYTES, large_state, save_on_ranks
-from tests.unit.test_checkpoint import restored_step, step_of
+from tests.unit.checkpoint.test_checkpoint import restored_step, step_of
 
 
 @pytest.mark.parametrize("world_size", [1, 3])

@@ -15,7 +15,7 @@ from tests.s3.conftest import Bucket, create_bucket
 from tests.s3.proxy import SLOW_DOWN, Fault, Plan, Proxy, Refusal, Request
 from tests.saving import PART_BYTES, check_commits, large_state, save_on_ranks
 from tests.single_rank_store import SingleRankStore
-from tests.unit.test_checkpoint import keys_of, restored_step, step_of
+from tests.unit.checkpoint.test_checkpoint import keys_of, restored_step, step_of
 
 
 @pytest.fixture(autouse=True)

@@ -12,7 +12,7 @@ from elastic_ddp.cli import main
 from elastic_ddp.storage.storage import Storage
 from elastic_ddp.worker.job import COMMITS
 from tests.single_rank_store import SingleRankStore
-from tests.unit.test_checkpoint import keys_of, make_state
+from tests.unit.checkpoint.test_checkpoint import keys_of, make_state
 
 
 def invoke(*arguments: str) -> Any:

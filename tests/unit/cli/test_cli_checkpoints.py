@@ -1,0 +1,367 @@
+"""`elastic-ddp checkpoints`: list, verify, prune and export."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import re
+import resource
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from typer.testing import CliRunner
+
+from elastic_ddp.checkpoint import Commit, CommitCatalog, Retention
+from elastic_ddp.checkpoint.housekeeping import plan_prune, remove
+from elastic_ddp.checkpoint.pieces import Piece
+from elastic_ddp.checkpoint.retention import Removals
+from elastic_ddp.cli import main
+from elastic_ddp.errors import CheckpointError, ConfigError, StorageError
+from elastic_ddp.storage.storage import Storage
+from elastic_ddp.telemetry.events import SessionStarted
+from elastic_ddp.telemetry.ledger import Ledger
+from elastic_ddp.worker.job import COMMITS
+from tests.single_rank_store import SingleRankStore
+from tests.unit.checkpoint.test_checkpoint import corrupt, make_state
+from tests.unit.checkpoint_commands import invoke, save_commits, steps_left
+
+
+@pytest.fixture
+def commits(tmp_path: Path) -> list[Commit]:
+    return save_commits(tmp_path / "lm")
+
+
+def test_ls_lists_commits_with_their_errors(tmp_path: Path, commits: list[Commit]) -> None:
+    storage, run = Storage(tmp_path / "lm").at(COMMITS), str(tmp_path / "lm")
+    corrupt(storage, commits[1].objects[0].key, "missing")
+    rows = json.loads(invoke("ls", run, "--json").stdout)
+    assert [row["step"] for row in rows] == [30, 20, 10]
+    assert [row["error"] is None for row in rows] == [True, False, True]
+    assert rows[0]["samples"] == 40 and rows[0]["bytes"] == commits[2].num_bytes
+    assert rows[0]["metrics"] == {"validation": 0.75} and rows[1]["metrics"] is None
+    text = invoke("ls", run).stdout
+    assert (
+        "validation 0.75" in text
+        and "complete" in text
+        and f"{commits[1].objects[0].key} is missing" in " ".join(text.split())
+    )
+    with pytest.raises(ConfigError, match=r"other: there are no commits .*<storage>/<name>"):
+        invoke("ls", str(tmp_path / "other"))
+
+
+def test_a_commit_that_cannot_be_read_is_listed_and_the_others_are_checked(
+    tmp_path: Path, commits: list[Commit], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = Storage.read
+
+    def refuse(storage: Storage, key: str, max_bytes: int | None = None) -> bytes:
+        if key in (commits[2].key, commits[1].state.key):
+            raise StorageError("no rights") from PermissionError("no rights")
+        return read(storage, key, max_bytes)
+
+    monkeypatch.setattr(Storage, "read", refuse)
+    rows = json.loads(invoke("ls", str(tmp_path / "lm"), "--json").stdout)
+    assert {row["step"]: row["error"] is None for row in rows} == {10: True, 20: True, 30: False}
+    result = CliRunner().invoke(main.app, ["checkpoints", "verify", str(tmp_path / "lm")])
+    text = " ".join(result.stdout.split())  # long lines wrap
+    bad = ["no rights" in report for report in re.split(r"\bstep (?=\d)", text)[1:]]
+    assert result.exit_code == 1 and bad == [True, True, False]
+
+
+def test_tables_fit_80_columns_with_long_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    store, run = SingleRankStore(Storage(tmp_path / "lm").at(COMMITS), keep=9), str(tmp_path / "lm")
+    values = {"validation_loss_of_the_held_out_set": {"value": 0.251234, "step": 10_000_000}}
+    record = {"time": 1_795_169_703.0, "epoch": 12_345, "samples": 10**12, "metrics": values}
+    for step in (10_000_500, 10_001_000):
+        store.save(make_state(step), step=step, record=record)
+    lines = invoke("ls", run).stdout.splitlines()
+    assert lines[0].split() == ["step", "committed", "epoch", "size", "state", "metrics"]
+    assert all(number in " ".join(lines) for number in ("10,001,000", "12345", "0.2512", "10,000,000)"))
+    lines += (
+        invoke("verify", run).stdout.splitlines() + invoke("prune", run, "--keep", "1", "--dry-run").stdout.splitlines()
+    )
+    assert all(len(line) <= 80 for line in lines) and "…" not in "".join(lines)
+
+
+def test_control_characters_in_a_manifest_are_not_printed(tmp_path: Path) -> None:
+    store = SingleRankStore(Storage(tmp_path / "lm").at(COMMITS), keep=9)
+    record = {"metrics": {"\x1b]0;a title\x07\x1b[2Jloss": {"value": 5.5, "step": 200}}}
+    store.save(make_state(200), step=200, record=record)
+    text = invoke("ls", str(tmp_path / "lm")).stdout
+    assert "loss 5.5" in text and text.replace("\n", "").isprintable()
+
+
+def test_ls_prints_the_step_of_a_metric_that_is_older_than_its_commit(tmp_path: Path) -> None:
+    store, of_before = SingleRankStore(Storage(tmp_path / "lm").at(COMMITS), keep=9), {"value": 5.5, "step": 0}
+    store.save(make_state(200), step=200, record={"metrics": {"validation": of_before}})
+    assert "validation 5.5 (step 0)" in invoke("ls", str(tmp_path / "lm")).stdout
+    [row] = json.loads(invoke("ls", str(tmp_path / "lm"), "--json").stdout)
+    assert row["metrics"] == {"validation": 5.5} and row["measured_at"] == {"validation": 0}
+
+
+def test_verify_reads_all_bytes_and_exits_with_1_if_a_commit_is_bad(tmp_path: Path, commits: list[Commit]) -> None:
+    run = str(tmp_path / "lm")
+    good = invoke("verify", run)
+    assert good.exit_code == 0 and good.stdout.count("all bytes are intact") == 3
+    corrupt(Storage(run).at(COMMITS), commits[0].objects[0].key, "flip")
+    bad = invoke("verify", run)
+    assert bad.exit_code == 1
+    assert f"step 10: bad: {commits[0].objects[0].key} does not have the checksum" in " ".join(bad.stdout.split())
+    assert invoke("verify", run, "--step", "30").exit_code == 0
+    with pytest.raises(ConfigError, match=r"no commit at step 7.* 30, 20, 10"):
+        invoke("verify", run, "--step", "7")
+
+
+def test_verify_finds_a_state_that_cannot_be_restored(tmp_path: Path) -> None:
+    store = SingleRankStore(Storage(tmp_path / "lm").at(COMMITS), keep=1)
+    store.save({**make_state(7), "position": {"step": 8}}, step=7, record={})
+    found = invoke("verify", str(tmp_path / "lm"))
+    assert found.exit_code == 1 and "is not a state of step 7: its position is {'step': 8}" in " ".join(
+        found.stdout.split()
+    )
+
+
+@pytest.mark.parametrize("suffix", ["safetensors", "pt"])
+def test_exported_weights_are_those_of_the_commit(tmp_path: Path, commits: list[Commit], suffix: str) -> None:
+    file = tmp_path / f"weights.{suffix}"
+    invoke("export", str(tmp_path / "lm"), str(file), "--step", "20")
+    found = load_file(file) if suffix == "safetensors" else torch.load(file, weights_only=True)
+    expected = make_state(20)["model"]
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_registered_state_is_exported_by_its_name(tmp_path: Path) -> None:
+    average = torch.optim.swa_utils.AveragedModel(torch.nn.Linear(2, 1))
+    state = {"model": {"weight": torch.zeros(1)}, "user": {"average": average.state_dict(), "queue": {}}}
+    SingleRankStore(Storage(tmp_path / "lm").at(COMMITS), keep=1).save(state, step=7, record={})
+    run, file = str(tmp_path / "lm"), str(tmp_path / "average.pt")
+    assert "'average' of step 7 are in" in invoke("export", run, file, "--registered", "average").stdout
+    torch.optim.swa_utils.AveragedModel(torch.nn.Linear(2, 1)).load_state_dict(torch.load(file))
+    assert torch.equal(torch.load(file)["module.weight"], average.module.weight)
+    with pytest.raises(ConfigError, match=r"--registered ema: step 7 has no such name. It has 'average', 'queue'"):
+        invoke("export", run, file, "--registered", "ema")
+
+
+@pytest.mark.parametrize("suffix", ["safetensors", "pt"])
+def test_an_export_is_synced_and_a_symbolic_link_to_it_stays(
+    tmp_path: Path, commits: list[Commit], suffix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client, file = tmp_path / f"newest.{suffix}", tmp_path / "shelf" / f"weights.{suffix}"
+    file.parent.mkdir()
+    file.write_text("the previous file")
+    file.chmod(0o640)
+    client.symlink_to(file)
+    done: list[str] = []
+    fsync, replace_file = os.fsync, os.replace
+
+    def sync(descriptor: int) -> None:
+        done.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+        fsync(descriptor)
+
+    def put(source: Any, target: Any) -> None:
+        assert str(source) in done
+        done.append("put")
+        replace_file(source, target)
+
+    monkeypatch.setattr(os, "fsync", sync)
+    monkeypatch.setattr(os, "replace", put)
+    invoke("export", str(tmp_path / "lm"), str(client))
+    assert client.is_symlink() and done[-2:] == ["put", str(file.parent)]
+    found = load_file(file) if suffix == "safetensors" else torch.load(file, weights_only=True)
+    assert found.keys() == make_state(30)["model"].keys() and [*file.parent.iterdir()] == [file]
+    assert file.stat().st_mode & 0o777 == 0o640
+    fresh = tmp_path / f"fresh.{suffix}"
+    invoke("export", str(tmp_path / "lm"), str(fresh))
+    (tmp_path / "plain").touch()
+    assert fresh.stat().st_mode == (tmp_path / "plain").stat().st_mode
+
+
+def test_verify_tolerates_a_commit_that_a_live_run_removes_during_the_check(
+    tmp_path: Path, commits: list[Commit], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    storage = Storage(tmp_path / "lm").at(COMMITS)
+    removals = [partial(remove, storage, removals_of(storage, keep)) for keep in (1, 2)]
+    plain: Any = CommitCatalog.skeleton
+
+    def skeleton(self: CommitCatalog, commit: Commit) -> bytes:
+        if removals:
+            removals.pop()()
+        return bytes(plain(self, commit))
+
+    monkeypatch.setattr(CommitCatalog, "skeleton", skeleton)
+    result = invoke("verify", str(tmp_path / "lm"))
+    assert result.exit_code == 0 and result.stdout.count("all bytes are intact") == 1
+    assert "step 20: removed" in result.stdout and "step 10: removed" in result.stdout
+    assert steps_left(tmp_path) == [30]
+
+
+def test_ls_leaves_out_a_commit_that_is_removed_meanwhile(
+    tmp_path: Path, commits: list[Commit], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    storage = Storage(tmp_path / "lm").at(COMMITS)
+    going = removals_of(storage, 2)
+    plain: Any = Commit.check_present
+
+    def check_present(self: Commit, sizes: Any) -> None:
+        if self.step == 10:  # its manifest was read
+            remove(storage, going)
+        plain(self, storage.listing(self.prefix))
+
+    monkeypatch.setattr(Commit, "check_present", check_present)
+    assert [row["step"] for row in json.loads(invoke("ls", str(tmp_path / "lm"), "--json").stdout)] == [30, 20]
+
+
+def removals_of(storage: Storage, keep: int) -> Removals:
+    going, _ = plan_prune(storage, Retention(last=keep), orphan_age_s=1e9)
+    return going
+
+
+def test_export_reads_only_the_weights(tmp_path: Path, commits: list[Commit], monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[str] = []
+    plain = Piece.verify
+
+    def verify(piece: Piece, data: memoryview) -> None:
+        read.extend(name for name, _ in piece.blocks)
+        plain(piece, data)
+
+    monkeypatch.setattr(Piece, "verify", verify)
+    invoke("export", str(tmp_path / "lm"), str(tmp_path / "weights.pt"))
+    assert sorted(read) == ["model.bias", "model.weight"]
+
+
+def test_weights_that_are_not_tensors_are_exported_to_pt_and_left_out_of_safetensors(tmp_path: Path) -> None:
+    store = SingleRankStore(Storage(tmp_path / "lm").at(COMMITS), keep=1)
+    weights = {"layer.weight": torch.ones(3), "layer._extra_state": {"scale": 2.0}}
+    store.save({"model": weights}, step=1, record={})
+    text = " ".join(invoke("export", str(tmp_path / "lm"), str(tmp_path / "w.safetensors")).stdout.split())
+    assert "left out" in text and text.endswith("layer._extra_state")
+    assert load_file(tmp_path / "w.safetensors").keys() == {"layer.weight"}
+    assert "left out" not in invoke("export", str(tmp_path / "lm"), str(tmp_path / "w.pt")).stdout
+    assert torch.load(tmp_path / "w.pt", weights_only=True)["layer._extra_state"] == {"scale": 2.0}
+
+
+EXTRA_STATES: list[tuple[Any, bool]] = [
+    (OrderedDict({1: (2.0, b"x", None, True)}), True),
+    (Counter("aab"), True),
+    ({"of": [torch.float16, torch.device("cpu"), torch.Size([2]), torch.ones(2)]}, True),
+    ({"range": [np.float32(2.0)]}, False),
+    ((np.arange(3),), False),
+    (deque([1, 2]), False),
+    ({"seen": defaultdict(int, a=1)}, False),
+]
+
+
+@pytest.mark.parametrize(("extra", "is_plain"), EXTRA_STATES, ids=repr)
+def test_export_notes_that_torch_load_refuses_the_file_by_default(tmp_path: Path, extra: Any, is_plain: bool) -> None:
+    store = SingleRankStore(Storage(tmp_path / "lm").at(COMMITS), keep=1)
+    store.save({"model": {"w": torch.ones(3), "q._extra_state": extra}}, step=1, record={})
+    text = " ".join(invoke("export", str(tmp_path / "lm"), str(tmp_path / "w.pt")).stdout.split())
+    assert ("torch.load needs weights_only=False" in text) != is_plain
+    with nullcontext() if is_plain else pytest.raises(pickle.UnpicklingError):
+        assert torch.load(tmp_path / "w.pt", weights_only=True).keys() == {"w", "q._extra_state"}
+
+
+def test_a_dtype_that_safetensors_does_not_support_is_refused_before_writing(tmp_path: Path) -> None:
+    store = SingleRankStore(Storage(tmp_path / "lm").at(COMMITS), keep=1)
+    weights = {
+        "w": torch.ones(2),
+        "phases": torch.ones(2, dtype=torch.complex128),
+        "none": torch.ones(2, dtype=torch.bfloat16),
+    }
+    store.save({"model": weights}, step=1, record={})
+    folder = tmp_path / "out"
+    folder.mkdir()
+    (folder / "w.safetensors").write_text("good")
+    message = r"does not support the dtype of phases \(torch.complex128\).*\.pt file"
+    with pytest.raises(ConfigError, match=message):
+        invoke("export", str(tmp_path / "lm"), str(folder / "w.safetensors"))
+    assert {file.name: file.read_text() for file in folder.iterdir()} == {"w.safetensors": "good"}
+    invoke("export", str(tmp_path / "lm"), str(folder / "w.pt"))
+    found = torch.load(folder / "w.pt", weights_only=True)
+    assert all(torch.equal(found[name], weights[name]) for name in weights)
+
+
+@contextmanager
+def limited(what: int, most: int) -> Iterator[None]:
+    """Sets a resource limit of this process."""
+    before = resource.getrlimit(what)
+    resource.setrlimit(what, (most, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(what, before)
+
+
+def test_an_export_to_a_full_disk_leaves_the_previous_file_unchanged(tmp_path: Path) -> None:
+    store = SingleRankStore(Storage(tmp_path / "lm").at(COMMITS), keep=1)
+    store.save({"model": {"weight": torch.zeros(1 << 19)}}, step=1, record={})
+    folder = tmp_path / "out"
+    folder.mkdir()
+    for suffix in ("safetensors", "pt"):
+        (folder / f"weights.{suffix}").write_text("good")
+        with limited(resource.RLIMIT_FSIZE, 1 << 20), pytest.raises(StorageError) as caught:
+            invoke("export", str(tmp_path / "lm"), f"{folder}/weights.{suffix}")
+        message = str(caught.value)
+        assert (
+            f"cannot write {folder}/weights.{suffix}" in message
+            and f"free space and the permissions of {folder}" in message
+        )
+        assert "File too large" in message
+    assert {file.name: file.read_text() for file in folder.iterdir()} == {
+        "weights.safetensors": "good",
+        "weights.pt": "good",
+    }
+    with pytest.raises(ConfigError, match=f"folder {tmp_path}/nowhere does not exist"):
+        invoke("export", str(tmp_path / "lm"), f"{tmp_path}/nowhere/weights.pt")
+
+
+def test_export_refuses_unknown_suffixes_and_bad_commits(tmp_path: Path, commits: list[Commit]) -> None:
+    run = str(tmp_path / "lm")
+    with pytest.raises(ConfigError, match=r"weights\.bin: .*\.safetensors"):
+        invoke("export", run, str(tmp_path / "weights.bin"))
+    corrupt(Storage(run).at(COMMITS), commits[2].key, "flip")
+    with pytest.raises(CheckpointError, match=r"commits/30\.json .* --step 20"):
+        invoke("export", run, str(tmp_path / "weights.pt"))
+    assert not (tmp_path / "weights.pt").exists()
+
+
+def write_session(folder: Path, **checkpoint: Any) -> None:
+    """Writes the ledger of a session with these settings under `checkpoint`."""
+    with closing(Ledger(Storage(folder), "s1")) as ledger:
+        ledger.append(SessionStarted(config={"checkpoint": checkpoint}))
+
+
+@pytest.mark.parametrize(("mode", "step"), [("min", 10), ("max", 30)])
+def test_the_best_commit_by_the_metric_of_the_run_is_exported(
+    tmp_path: Path, commits: list[Commit], mode: str, step: int
+) -> None:
+    write_session(tmp_path / "lm", best_metric="validation", best_mode=mode)
+    assert f"step {step} " in invoke("export", str(tmp_path / "lm"), str(tmp_path / "w.pt"), "--best").stdout
+    assert torch.equal(torch.load(tmp_path / "w.pt")["weight"], make_state(step)["model"]["weight"])
+
+
+@pytest.mark.parametrize(
+    ("metric", "options", "message"),
+    [
+        (None, (), "has no checkpoint.best_metric. Use --step.*: validation"),
+        ("accuracy", (), "has no commit with a value of 'accuracy'. Use --step.*: validation"),
+        ("validation", ("--step", "10"), "--step 10 and --best: use one of them"),
+    ],
+)
+def test_an_export_of_the_best_commit_without_one_names_the_metrics(
+    tmp_path: Path, commits: list[Commit], metric: str | None, options: tuple[str, ...], message: str
+) -> None:
+    write_session(tmp_path / "lm", best_metric=metric)
+    with pytest.raises(ConfigError, match=message):
+        invoke("export", str(tmp_path / "lm"), str(tmp_path / "w.pt"), "--best", *options)

@@ -1,0 +1,111 @@
+"""With FSDP, a loss that does not depend on all trained parameters raises an error."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from elastic_ddp.distributed.process_group import ProcessGroup, is_peer_failure
+from elastic_ddp.errors import ConfigError
+from elastic_ddp.worker.generation import strategy_of
+from tests.ranks import run_ranks
+from tests.unit.distributed.test_fsdp import Block, data, prepared
+
+
+class Branches(torch.nn.Module):
+    """Two blocks, each an FSDP unit. The output depends on the wanted ones."""
+
+    def __init__(self, *, is_reentrant: bool = False) -> None:
+        super().__init__()
+        self.first = torch.nn.Linear(5, 5)
+        self.a, self.b = Block(), Block()
+        self.is_reentrant = is_reentrant
+
+    def forward(self, x: torch.Tensor, wanted: str) -> torch.Tensor:
+        x = self.first(x)
+        for name, block in (("a", self.a), ("b", self.b)):
+            y = checkpoint(block, x, use_reentrant=True) if self.is_reentrant else block(x)
+            if name in wanted:
+                x = y
+        return x
+
+
+class Partly(torch.autograd.Function):
+    """Has a weight in its graph, and returns no gradient for it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return x * weight.detach().mean()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+        return gradient, None
+
+
+class Hidden(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = torch.nn.Linear(5, 5), torch.nn.Linear(5, 5, bias=False)
+
+    def forward(self, x: torch.Tensor, wanted: str) -> torch.Tensor:
+        return Partly.apply(self.first(x), self.last.weight)  # type: ignore[no-any-return]
+
+
+def _error_of(group: ProcessGroup, model: torch.nn.Module, wanted: list[str]) -> str:
+    """Returns the error of a step whose micro-batches use these blocks, or an empty text."""
+    config, state = prepared("fsdp", "SGD", model=model)
+    assert state.model is not None
+    strategy = strategy_of(config)(state.model, config, group)
+    strategy.shard(state.optimizers)
+    strategy.begin_step(np.array([3, 3, 3, 3]))
+    try:
+        for m in strategy.to_compute:
+            strategy.prepare_forward(m)
+            strategy.backward(state.module(data(0, m), wanted[m]).square().mean(), m)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def _errors_on_all_ranks(group: ProcessGroup) -> list[str]:
+    return [
+        _error_of(group, Branches(), ["ab", "ab", "ab", "ab"]),
+        _error_of(group, Branches(), ["a", "b", "a", "b"]),
+        _error_of(group, Branches(), ["a", "a", "a", "a"]),
+        _error_of(group, Branches(), ["ab", "ab", "a", "a"]),
+        _error_of(group, Branches(is_reentrant=True), ["ab", "ab", "ab", "ab"]),
+        _error_of(group, Branches(is_reentrant=True), ["a", "a", "a", "a"]),
+        _error_of(group, Hidden(), [""] * 4),
+    ]
+
+
+def test_a_loss_that_does_not_depend_on_all_trained_parameters_raises() -> None:
+    names_in_b = [f"b.{name}" for name in ("scale", "up.weight", "up.bias", "down.weight", "down.bias")]
+    a, b = (
+        f"the loss does not depend on 5 of the trained parameters: {', '.join(names)}."
+        for names in ([name.replace("b.", "a.", 1) for name in names_in_b], names_in_b)
+    )
+    last = "the loss does not depend on 1 of the trained parameters: last.weight."
+    first_rank, second_rank = run_ranks(2, _errors_on_all_ranks)
+    for errors, differs in ((first_rank, b), (second_rank, a)):
+        for error, expected in zip(errors, ["", differs, b, b, "", b, last], strict=True):
+            assert error.startswith(expected) if expected else not error, (error, expected)
+
+
+def _error_on_one_rank(group: ProcessGroup) -> str:
+    try:
+        outcome = _error_of(group, Branches(), ["ab", "ab", "ab", "b"])
+    except Exception as error:
+        assert is_peer_failure(error), error
+        outcome = "peer failure"
+    group.close(intact=False)
+    return outcome
+
+
+def test_the_rank_raises_before_its_peers_reduce_its_gradients() -> None:
+    outcomes = run_ranks(2, _error_on_one_rank)
+    assert outcomes[0] == "peer failure"
+    assert outcomes[1].startswith("the loss does not depend on 5 of the trained parameters: a.scale")
