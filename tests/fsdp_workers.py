@@ -189,8 +189,8 @@ def train(run: Any, plan: Plan) -> None:
 def set_up(plan: Plan, worker: int) -> None:
     """Makes a worker's process strike at its places."""
     import elastic_ddp.worker.evaluation as evaluation
-    import elastic_ddp.worker.membership as membership
     import elastic_ddp.worker.mirror as mirror
+    import elastic_ddp.worker.worker_membership as membership
 
     global strike
     strike = Striker([fault for fault in plan.faults if fault.worker == worker])
@@ -235,8 +235,8 @@ def _strike_inside() -> None:
     from elastic_ddp.distributed.fsdp_rounds import Reduction
     from elastic_ddp.distributed.process_group import ProcessGroup
     from elastic_ddp.worker import state_sharing
-    from elastic_ddp.worker.membership import WorkerMembership
     from elastic_ddp.worker.mirror import Mirror
+    from elastic_ddp.worker.worker_membership import WorkerMembership
 
     def before(owner: Any, name: str, place: str) -> None:
         function = getattr(owner, name)

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from elastic_ddp.distributed.assignment import Assignment
 from elastic_ddp.distributed.process_group import ProcessGroup
-from elastic_ddp.distributed.store import StoreConnection
+from elastic_ddp.distributed.torch_store import StoreConnection
 
 PROCESSES = multiprocessing.get_context("forkserver")
 # Otherwise each process imports these, in a second or more of CPU time. The first DDP imports torch._dynamo, the first

@@ -18,7 +18,7 @@ from elastic_ddp.data.micro_batches import MicroBatch
 from elastic_ddp.data.order import EpochShape
 from elastic_ddp.distributed.assignment import Assignment
 from elastic_ddp.distributed.prepared_model import PreparedModel
-from elastic_ddp.distributed.store import StoreConnection
+from elastic_ddp.distributed.torch_store import StoreConnection
 from elastic_ddp.worker.clock import WorkerClock
 from elastic_ddp.worker.generation import Generation, GenerationInputs
 from elastic_ddp.worker.step import Step

@@ -95,7 +95,7 @@ def train(side: Side, rank: int, ranks: int, port: int, steps: int) -> dict[str,
     from elastic_ddp.distributed.ddp import DDPStrategy
     from elastic_ddp.distributed.prepared_model import PreparedModel
     from elastic_ddp.distributed.process_group import ProcessGroup
-    from elastic_ddp.distributed.store import StoreConnection
+    from elastic_ddp.distributed.torch_store import StoreConnection
 
     setting, on_gpu = side.setting, side.device == "cuda"
     device = torch.device("cuda", 0) if on_gpu else torch.device("cpu")

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from elastic_ddp.checkpoint.saver import Save, Saver
 from elastic_ddp.checkpoint.store import CheckpointStore
-from elastic_ddp.distributed.store import StoreConnection, StoreMailbox
+from elastic_ddp.distributed.torch_store import StoreConnection, StoreMailbox
 from elastic_ddp.storage.storage import Storage
 from elastic_ddp.tensors.host_memory import empty_bytes
 

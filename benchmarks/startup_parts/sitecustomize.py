@@ -33,7 +33,7 @@ CALLS = {
     "elastic_ddp.ray_internals.worker_group": ["ElasticWorker.__init__"],
     "elastic_ddp.rendezvous.actor": ["Rendezvous.__init__"],
     "elastic_ddp.worker.main": ["work", "_train"],
-    "elastic_ddp.worker.membership": ["WorkerMembership.warm_up", "WorkerMembership.join"],
+    "elastic_ddp.worker.worker_membership": ["WorkerMembership.warm_up", "WorkerMembership.join"],
     "elastic_ddp.data.pipeline": ["_begin_task"],
 }
 """Functions whose calls are noted, by module."""

@@ -35,7 +35,7 @@ def doctor(
     if a check fails; warnings do not change it.
     """
     from elastic_ddp.doctor.checks import judge  # imports torch
-    from elastic_ddp.doctor.cluster import examine
+    from elastic_ddp.doctor.examination import examine
     from elastic_ddp.driver.cluster import connect
 
     if data is not None:

@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from elastic_ddp.cli.output import facts_table, table
-from elastic_ddp.cli.phases import describe_bottleneck, describe_phases, format_gib
+from elastic_ddp.cli.phase_text import describe_bottleneck, describe_phases, format_gib
 from elastic_ddp.formatting import format_rate, plural
 from elastic_ddp.telemetry.description import describe_status
 from elastic_ddp.telemetry.goodput import PARTS, stall_parts

@@ -57,7 +57,7 @@ def submit(
     A restarted driver resumes its run. An error of the program, that is an exit status, does not restart it.
     """
     from elastic_ddp.driver import jobs
-    from elastic_ddp.ray_internals.jobs import connect_to_jobs
+    from elastic_ddp.ray_internals.job_server import connect_to_jobs
 
     if no_working_dir and working_dir is not None:
         raise ConfigError(f"--no-working-dir and --working-dir {working_dir}: use one of them.")
@@ -97,7 +97,7 @@ def logs(
     a job shows an earlier one. The exit status of --follow is 1 unless the job succeeds.
     """
     from elastic_ddp.driver import jobs, submissions
-    from elastic_ddp.ray_internals.jobs import connect_to_jobs
+    from elastic_ddp.ray_internals.job_server import connect_to_jobs
 
     client = connect_to_jobs()
     job = jobs.find_job(client, run)
@@ -144,7 +144,7 @@ def stop_submitted(run: str) -> bool:
     import ray
 
     from elastic_ddp.driver import jobs, submissions
-    from elastic_ddp.ray_internals.jobs import connect_to_jobs
+    from elastic_ddp.ray_internals.job_server import connect_to_jobs
 
     try:
         client = connect_to_jobs()

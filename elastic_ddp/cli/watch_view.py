@@ -16,9 +16,9 @@ from rich.table import Table
 from rich.text import Text
 
 from elastic_ddp.cli.output import LABEL_WIDTH, facts_table, ranges
-from elastic_ddp.cli.phases import describe_bottleneck, format_gib
+from elastic_ddp.cli.phase_text import describe_bottleneck, format_gib
 from elastic_ddp.cli.run_summary import STYLES, training_rate, workers_gone
-from elastic_ddp.cli.timeline import Timeline, sparkline
+from elastic_ddp.cli.terminal_curves import Timeline, sparkline
 from elastic_ddp.formatting import clock_face, first_line, format_rate, format_time, plural
 from elastic_ddp.report.history import read_history
 from elastic_ddp.report.marks import LOOKS

@@ -27,7 +27,7 @@ from elastic_ddp.config.storage_uri import mistyped_uri
 from elastic_ddp.data.local_files import is_hidden, list_local_files, matches
 from elastic_ddp.data.user_code import this_node
 from elastic_ddp.errors import DataError, format_exception
-from elastic_ddp.storage.errors import suggest_fix
+from elastic_ddp.storage.client_errors import suggest_fix
 
 _MAX_GAP_BYTES = 64 * 1024  # reading so many unwanted bytes is cheaper than another request
 _PYARROWS_OPTIONS = re.compile(r"^\w+://.*\?\w+=")

@@ -24,7 +24,7 @@ from elastic_ddp.data.columns import Int64Array
 from elastic_ddp.data.files import DataFile, Source, entries_of, filesystem_of, list_files, read_footer
 from elastic_ddp.data.user_calls import describe_rows
 from elastic_ddp.errors import DataError, shorten
-from elastic_ddp.storage.errors import suggest_fix
+from elastic_ddp.storage.client_errors import suggest_fix
 
 if TYPE_CHECKING:
     from elastic_ddp.storage.storage import Storage

@@ -179,7 +179,7 @@ class _Source(Datasource):
 
 
 def _begin_task(records: str) -> None:
-    from elastic_ddp.ray_internals.messages import mark_messages
+    from elastic_ddp.ray_internals.ray_messages import mark_messages
 
     mark_messages()
     refuse_breakpoints()

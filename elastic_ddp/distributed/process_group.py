@@ -23,7 +23,7 @@ from elastic_ddp.distributed.assignment import Assignment
 from elastic_ddp.distributed.gloo_waits import MessageWaits, wait_for_collective
 from elastic_ddp.distributed.host_number import read
 from elastic_ddp.distributed.sockets import Socket, shut_down, tcp_sockets
-from elastic_ddp.distributed.store import StoreConnection
+from elastic_ddp.distributed.torch_store import StoreConnection
 from elastic_ddp.errors import PeerFailedError, text_of
 from elastic_ddp.tensors.state_tree import ravel
 

@@ -13,7 +13,7 @@ from elastic_ddp.data.files import DataFile
 from elastic_ddp.distributed.assignment import Assignment
 from elastic_ddp.distributed.process_group import ProcessGroup
 from elastic_ddp.distributed.sockets import use_interface_of
-from elastic_ddp.distributed.store import StoreConnection
+from elastic_ddp.distributed.torch_store import StoreConnection
 from elastic_ddp.doctor.facts import NodeFacts, Reduced
 from elastic_ddp.doctor.gather import gather
 from elastic_ddp.storage.storage import Storage

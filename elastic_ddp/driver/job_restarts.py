@@ -20,7 +20,7 @@ from elastic_ddp.driver.jobs import all_jobs, record_dead_jobs, restart
 from elastic_ddp.driver.submissions import FIRST, forbid_restart, jobs_here, newest_of
 from elastic_ddp.errors import ElasticDDPError
 from elastic_ddp.formatting import last_line
-from elastic_ddp.ray_internals.jobs import connect_to_jobs
+from elastic_ddp.ray_internals.job_server import connect_to_jobs
 from elastic_ddp.ray_internals.this_job import metadata_of_this_job
 
 NAMESPACE = "elastic_ddp_jobs"

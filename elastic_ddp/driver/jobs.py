@@ -30,7 +30,7 @@ from elastic_ddp.driver.submissions import (
 )
 from elastic_ddp.errors import ConfigError, ElasticDDPError
 from elastic_ddp.formatting import last_line
-from elastic_ddp.ray_internals.jobs import follow_log
+from elastic_ddp.ray_internals.job_server import follow_log
 from elastic_ddp.ray_internals.this_job import RUN
 
 STOP_WAIT_S = 600

@@ -16,7 +16,7 @@ from elastic_ddp.data.files import DataFile
 from elastic_ddp.data.user_code import import_failure
 from elastic_ddp.errors import ConfigError, DataError, ElasticDDPError, format_exception, shorten
 from elastic_ddp.ray_internals.this_job import COPIES
-from elastic_ddp.storage.errors import suggest_fix
+from elastic_ddp.storage.client_errors import suggest_fix
 from elastic_ddp.storage.storage import Storage
 
 ANSWERS_WITHIN_S = 120.0

@@ -26,7 +26,9 @@ def run_workers(job: Job, rendezvous: RendezvousHandle, on_controller: Callable[
     Raises `ray.train.TrainingFailedError` if more workers fail than `max_restarts` allows, or none can start.
     `on_controller` is called with Ray Train's controller actor; killing it ends all workers.
     """
-    from elastic_ddp.ray_internals.trainer import ElasticTorchTrainer  # workers import this module, and do not need it
+    from elastic_ddp.ray_internals.torch_trainer import (
+        ElasticTorchTrainer,  # workers import this module, and do not need it
+    )
 
     transform = None if job.transform is None else ship(job.transform, "transform")
     collate_fn = None if job.collate_fn is None else ship(job.collate_fn, "collate_fn")

@@ -28,7 +28,12 @@ from elastic_ddp.data.index import DatasetIndex, open_index
 from elastic_ddp.data.ingest import materialize
 from elastic_ddp.data.map_style import MapStyleIndex, check_data, index_in_memory, is_parquet, is_ray_dataset
 from elastic_ddp.data.weights import weights_of
-from elastic_ddp.driver.checks import (
+from elastic_ddp.driver.cluster import connect_or_start, tolerated_deprecations
+from elastic_ddp.driver.display import print_note
+from elastic_ddp.driver.gcs_watch import GcsWatch
+from elastic_ddp.driver.node_access import check_nodes
+from elastic_ddp.driver.run_result import RunResult
+from elastic_ddp.driver.start_checks import (
     check_capacity,
     check_functions,
     check_identity,
@@ -37,11 +42,6 @@ from elastic_ddp.driver.checks import (
     check_steps,
     warn_about_data,
 )
-from elastic_ddp.driver.cluster import connect_or_start, tolerated_deprecations
-from elastic_ddp.driver.display import print_note
-from elastic_ddp.driver.gcs_watch import GcsWatch
-from elastic_ddp.driver.node_access import check_nodes
-from elastic_ddp.driver.run_result import RunResult
 from elastic_ddp.errors import ConfigError, DataError, NonFiniteError, StorageError, TrainFunctionError
 from elastic_ddp.loggers.logger import Logger
 from elastic_ddp.loggers.run_loggers import RunLoggers, open_loggers
@@ -92,7 +92,7 @@ def _import_session() -> None:
     """Imports modules that take a second. Errors are raised where they are imported again."""
     with suppress(Exception):
         import elastic_ddp.driver.session
-        import elastic_ddp.ray_internals.trainer  # noqa: F401
+        import elastic_ddp.ray_internals.torch_trainer  # noqa: F401
 
 
 class ElasticTrainer:
@@ -185,7 +185,7 @@ class ElasticTrainer:
             DriverReplacedError: another driver took over the run while this one was suspended.
             KeyboardInterrupt: a second Ctrl-C stopped the run.
         """
-        from elastic_ddp.ray_internals.messages import RayMessages, default_file  # depends on the version of Ray
+        from elastic_ddp.ray_internals.ray_messages import RayMessages, default_file  # depends on the version of Ray
 
         started_at, after = time.time(), newest_number(self._storage)
         with (

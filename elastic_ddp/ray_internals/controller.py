@@ -31,9 +31,9 @@ from ray.train.v2._internal.execution.worker_group import WorkerGroupPollStatus
 from ray.train.v2._internal.execution.worker_group.worker import Worker
 from ray.train.v2.api.exceptions import ControllerError, TrainingFailedError, WorkerGroupError
 
-from elastic_ddp.ray_internals.messages import mark_messages
 from elastic_ddp.ray_internals.nodes import draining_nodes
-from elastic_ddp.ray_internals.scaling import LimitedScalingPolicy, autoscaled_nodes, shorten_intervals
+from elastic_ddp.ray_internals.ray_messages import mark_messages
+from elastic_ddp.ray_internals.scaling_policy import LimitedScalingPolicy, autoscaled_nodes, shorten_intervals
 from elastic_ddp.ray_internals.worker_group import ElasticWorkerGroup, actor_id
 from elastic_ddp.ray_internals.worker_states import WorkerStates, classify_workers, death_cause
 from elastic_ddp.telemetry.events import StartFailed

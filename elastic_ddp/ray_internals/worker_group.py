@@ -36,8 +36,8 @@ from ray.util.placement_group import (
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from elastic_ddp import signals
-from elastic_ddp.ray_internals.messages import mark_messages
-from elastic_ddp.ray_internals.scaling import NODE_ID
+from elastic_ddp.ray_internals.ray_messages import mark_messages
+from elastic_ddp.ray_internals.scaling_policy import NODE_ID
 from elastic_ddp.ray_internals.standbys import Standbys, StartingWorker
 from elastic_ddp.ray_internals.worker_states import death_cause
 from elastic_ddp.rendezvous import standby

@@ -11,7 +11,7 @@ from typing import Any
 from fsspec import AbstractFileSystem
 from fsspec.core import url_to_fs
 
-from elastic_ddp.storage.errors import is_missing_bucket
+from elastic_ddp.storage.client_errors import is_missing_bucket
 from elastic_ddp.storage.folder import Entry, Folder
 
 _OBJECT_STORES = frozenset({"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "oss", "memory"})

@@ -12,7 +12,7 @@ from typing import Any
 import fsspec.config
 from fsspec.asyn import sync
 
-from elastic_ddp.storage.errors import s3_answer
+from elastic_ddp.storage.client_errors import s3_answer
 from elastic_ddp.storage.folder import Upload
 from elastic_ddp.storage.remote import RemoteFolder
 

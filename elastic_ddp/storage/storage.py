@@ -15,7 +15,7 @@ import fsspec
 
 from elastic_ddp.config.storage_uri import check_storage_uri
 from elastic_ddp.errors import ConfigError, StorageError
-from elastic_ddp.storage.errors import format_error, is_missing_bucket, suggest_fix
+from elastic_ddp.storage.client_errors import format_error, is_missing_bucket, suggest_fix
 from elastic_ddp.storage.folder import Entry, Folder, Upload
 from elastic_ddp.storage.local import TEMPORARY_PREFIX, LocalFolder
 from elastic_ddp.storage.remote import RemoteFolder

@@ -29,7 +29,7 @@ from elastic_ddp.telemetry.events import (
 )
 from elastic_ddp.telemetry.goodput import STALLS, goodput, stalls
 from elastic_ddp.telemetry.phases import mean_phases, newest, nodes_of
-from elastic_ddp.telemetry.scaling import scaling
+from elastic_ddp.telemetry.world_sizes import scaling
 
 
 def summarize(events: Iterable[Event], *, name: str | None = None, storage: str | None = None) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from elastic_ddp.checkpoint import CheckpointStore, Commit, CommitCatalog, Reten
 from elastic_ddp.checkpoint.record import METRICS, Metrics, describe_unmeasured
 from elastic_ddp.checkpoint.saver import RankFailedError, is_of_storage
 from elastic_ddp.checkpoint.store import SupersededError
-from elastic_ddp.distributed.store import StoreConnection, StoreMailbox
+from elastic_ddp.distributed.torch_store import StoreConnection, StoreMailbox
 from elastic_ddp.errors import (
     CheckpointError,
     DriverReplacedError,

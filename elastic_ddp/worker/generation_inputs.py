@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     from elastic_ddp.data.feed_cache import FeedCache
     from elastic_ddp.distributed.process_group import ProcessGroup
-    from elastic_ddp.distributed.store import StoreConnection
+    from elastic_ddp.distributed.torch_store import StoreConnection
     from elastic_ddp.telemetry.event import Event
     from elastic_ddp.tensors.state_tree import Layout
     from elastic_ddp.worker.clock import WorkerClock

@@ -33,7 +33,6 @@ from elastic_ddp.worker.evaluated_values import Unmeasured
 from elastic_ddp.worker.generation import Generation
 from elastic_ddp.worker.job import Job
 from elastic_ddp.worker.loss_scale import LossScale
-from elastic_ddp.worker.membership import RestartTraining, WorkerMembership
 from elastic_ddp.worker.profiling import MEMBERSHIP_CHANGES, StepProfiler
 from elastic_ddp.worker.state_checks import warn_about_batch_norm, warn_about_mirrors, warn_about_schedulers
 from elastic_ddp.worker.step import Step
@@ -41,6 +40,7 @@ from elastic_ddp.worker.step_plan import StepPlan
 from elastic_ddp.worker.train_state import TrainState
 from elastic_ddp.worker.verified_steps import VerifiedSteps
 from elastic_ddp.worker.warmup_step import WarmupStep
+from elastic_ddp.worker.worker_membership import RestartTraining, WorkerMembership
 
 if TYPE_CHECKING:
     import torch

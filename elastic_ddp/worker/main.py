@@ -39,8 +39,8 @@ from elastic_ddp.seeding import seed_all
 from elastic_ddp.telemetry.event import RUN_FAILED
 from elastic_ddp.worker.job import Job, WorkerContext
 from elastic_ddp.worker.loop import Loop
-from elastic_ddp.worker.membership import RestartTraining
 from elastic_ddp.worker.run import Run
+from elastic_ddp.worker.worker_membership import RestartTraining
 
 Outcome = dict[str, Any]
 """How the run ended, for the rendezvous."""

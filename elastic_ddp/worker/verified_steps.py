@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from elastic_ddp.worker.checkpointing import Checkpointer
     from elastic_ddp.worker.generation import Generation
     from elastic_ddp.worker.job import Job
-    from elastic_ddp.worker.membership import WorkerMembership
     from elastic_ddp.worker.outcome import Outcome
     from elastic_ddp.worker.train_state import TrainState
+    from elastic_ddp.worker.worker_membership import WorkerMembership
 
 OF_COMMIT = -1
 """In place of a request's number: a commit has found that ranks differ, and a verified step finds the rank at fault."""

@@ -17,7 +17,7 @@ from ray.job_submission import JobStatus, JobSubmissionClient
 
 from elastic_ddp.driver.jobs import all_jobs, find_job
 from elastic_ddp.driver.submissions import how_it_died
-from elastic_ddp.ray_internals.jobs import connect_to_jobs
+from elastic_ddp.ray_internals.job_server import connect_to_jobs
 from tests.integration import jobs
 from tests.integration.clusters import kill, status
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from elastic_ddp.distributed.assignment import Assignment
 from elastic_ddp.distributed.process_group import ProcessGroup
-from elastic_ddp.distributed.store import StoreConnection
+from elastic_ddp.distributed.torch_store import StoreConnection
 from elastic_ddp.errors import PeerFailedError
 from tests.ranks import empty_store
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from elastic_ddp.config.run_config import RunConfig
-from elastic_ddp.distributed.store import StoreConnection
+from elastic_ddp.distributed.torch_store import StoreConnection
 from elastic_ddp.rendezvous import actor as rendezvous_module
 from elastic_ddp.rendezvous.actor import Rendezvous
 from elastic_ddp.rendezvous.messages import RendezvousOptions
@@ -49,7 +49,7 @@ def new_run(
 ) -> Iterator[NewRun]:
     """Makes runs on one worker, with a real process group. A run in the folder of another finds its commits."""
     monkeypatch.setattr("elastic_ddp.worker.generation.MicroBatchFeed", FakeFeed)
-    monkeypatch.setattr("elastic_ddp.worker.membership.StoreConnection", lambda: _connection)
+    monkeypatch.setattr("elastic_ddp.worker.worker_membership.StoreConnection", lambda: _connection)
     runs: list[Run] = []
 
     def make(num_rows: int = 80, folder: str = "run", **changes: Any) -> Run:

@@ -27,9 +27,9 @@ from elastic_ddp.rendezvous.members import JoinRequest, Member
 from elastic_ddp.rendezvous.messages import MemberRequest, PlannedAssignment, Signals
 from elastic_ddp.telemetry.event import Event
 from elastic_ddp.worker.generation import Generation
-from elastic_ddp.worker.membership import RestartTraining
 from elastic_ddp.worker.run import Run
 from elastic_ddp.worker.step import Step
+from elastic_ddp.worker.worker_membership import RestartTraining
 from tests.loops import loop_of
 
 CPU = torch.device("cpu")

@@ -19,7 +19,7 @@ from ray._private.log import PlainRayHandler
 from ray._private.ray_logging import global_worker_stdstream_dispatcher as dispatcher
 
 from elastic_ddp.console import Tolerant
-from elastic_ddp.ray_internals.messages import RayMessages, mark_messages
+from elastic_ddp.ray_internals.ray_messages import RayMessages, mark_messages
 
 ray_worker: Any = ray._private.worker
 NATIVE = [

@@ -15,7 +15,7 @@ from elastic_ddp.checkpoint import Commit
 from elastic_ddp.checkpoint.saver import Save, Saver
 from elastic_ddp.distributed.process_group import ProcessGroup
 from elastic_ddp.distributed.sockets import shut_down
-from elastic_ddp.distributed.store import StoreConnection, StoreMailbox
+from elastic_ddp.distributed.torch_store import StoreConnection, StoreMailbox
 from elastic_ddp.storage.storage import Storage
 from tests.ranks import PROCESSES, empty_store, run_ranks
 from tests.single_rank_store import SingleRankStore

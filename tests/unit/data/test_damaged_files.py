@@ -16,8 +16,8 @@ import pytest
 from elastic_ddp.config.run_config import RunConfig
 from elastic_ddp.data.index import open_index
 from elastic_ddp.data.ingest import materialize
-from elastic_ddp.driver.checks import check_identity
 from elastic_ddp.driver.run_handle import get_run
+from elastic_ddp.driver.start_checks import check_identity
 from elastic_ddp.driver.trainer import ElasticTrainer
 from elastic_ddp.errors import ConfigError, DataError
 from elastic_ddp.storage.lease import DriverLease

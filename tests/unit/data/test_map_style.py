@@ -20,7 +20,7 @@ import elastic_ddp as ed
 from elastic_ddp.config.run_config import RunConfig
 from elastic_ddp.data import map_style
 from elastic_ddp.data.map_style import MapStyleIndex, check_data, index_in_memory
-from elastic_ddp.driver.checks import check_identity, warn_about_data
+from elastic_ddp.driver.start_checks import check_identity, warn_about_data
 from elastic_ddp.errors import ConfigError, DataError
 from elastic_ddp.rendezvous.hang import Activity
 from elastic_ddp.storage.storage import Storage

@@ -12,7 +12,7 @@ from elastic_ddp.distributed.assignment import Assignment
 from elastic_ddp.distributed.buffer_sync import StepBuffers, _differ, resolve_views
 from elastic_ddp.distributed.process_group import ProcessGroup
 from elastic_ddp.distributed.reduction_tree import micro_batch_ranges, processing_order
-from elastic_ddp.distributed.store import StoreConnection
+from elastic_ddp.distributed.torch_store import StoreConnection
 from elastic_ddp.errors import ConfigError
 from elastic_ddp.tensors.state_tree import ravel
 from elastic_ddp.torch_internals import modules_of

@@ -19,7 +19,7 @@ from elastic_ddp.distributed import nccl, process_group
 from elastic_ddp.distributed.assignment import Assignment
 from elastic_ddp.distributed.process_group import ProcessGroup, is_peer_failure
 from elastic_ddp.distributed.state_transfer import begin_transfer
-from elastic_ddp.distributed.store import StoreConnection
+from elastic_ddp.distributed.torch_store import StoreConnection
 from elastic_ddp.rendezvous.processes import process_state
 from tests.ranks import abort_when, run_ranks, set_key, single_rank_group
 

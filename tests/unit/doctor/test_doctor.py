@@ -17,7 +17,7 @@ from elastic_ddp.distributed.hosted_store import HostedStore
 from elastic_ddp.distributed.process_group import ProcessGroup
 from elastic_ddp.doctor import probe
 from elastic_ddp.doctor.checks import judge
-from elastic_ddp.doctor.cluster import node_names
+from elastic_ddp.doctor.examination import node_names
 from elastic_ddp.doctor.facts import Cluster, Reduced, Token
 from elastic_ddp.doctor.gather import find_token, gather, list_gpus
 from elastic_ddp.doctor.probe import Probe
@@ -131,7 +131,7 @@ def doctor(monkeypatch: pytest.MonkeyPatch) -> Any:
 
     def run(facts: Cluster, *arguments: str) -> Any:
         monkeypatch.setattr("elastic_ddp.driver.cluster.connect", lambda: None)
-        monkeypatch.setattr("elastic_ddp.doctor.cluster.examine", lambda **_: facts)
+        monkeypatch.setattr("elastic_ddp.doctor.examination.examine", lambda **_: facts)
         return CliRunner().invoke(app, ["doctor", *arguments], env={"COLUMNS": "200"})
 
     return run

@@ -12,7 +12,7 @@ import pytest
 
 from elastic_ddp.distributed.hosted_store import HostedStore
 from elastic_ddp.doctor.checks import judge
-from elastic_ddp.doctor.cluster import Examination
+from elastic_ddp.doctor.examination import Examination
 from elastic_ddp.doctor.facts import ALL, Cluster, Finding, Node, Reduced
 from elastic_ddp.doctor.probe import Probe
 from elastic_ddp.errors import ElasticDDPError, format_exception

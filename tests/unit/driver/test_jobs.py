@@ -14,9 +14,9 @@ from typer.testing import CliRunner, Result
 
 from elastic_ddp.cli.main import app
 from elastic_ddp.driver import jobs
-from elastic_ddp.driver.checks import check_is_kept
 from elastic_ddp.driver.job_restarts import watch
 from elastic_ddp.driver.jobs import STOP_WAIT_S, entrypoint, find_job, follow
+from elastic_ddp.driver.start_checks import check_is_kept
 from elastic_ddp.driver.submissions import FIRST, RESTARTS, how_it_died
 from elastic_ddp.errors import ConfigError, ElasticDDPError
 from elastic_ddp.ray_internals.this_job import RUN, this_job
@@ -26,7 +26,7 @@ from tests.unit.job_server import DIED, EXITED, JobServer
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Any:
     server = JobServer()
-    monkeypatch.setattr("elastic_ddp.ray_internals.jobs.connect_to_jobs", lambda: server)
+    monkeypatch.setattr("elastic_ddp.ray_internals.job_server.connect_to_jobs", lambda: server)
     return server
 
 

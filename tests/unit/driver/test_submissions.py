@@ -26,7 +26,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Any:
     server = JobServer()
     server.add("train", metadata={FIRST: "train", RESTARTS: "2", RESOURCES: "null"}, runtime_env={})
     server.begin_run("train", "gpt")
-    monkeypatch.setattr("elastic_ddp.ray_internals.jobs.connect_to_jobs", lambda: server)
+    monkeypatch.setattr("elastic_ddp.ray_internals.job_server.connect_to_jobs", lambda: server)
     monkeypatch.setattr("elastic_ddp.ray_internals.this_job._gcs", lambda: Gcs(server))
     monkeypatch.setattr(ray, "is_initialized", lambda: True)
     monkeypatch.setattr("ray.get_runtime_context", lambda: SimpleNamespace(gcs_address="10.0.0.9:6379"))
@@ -147,7 +147,7 @@ def test_a_pending_restart_is_stopped_from_a_node_that_does_not_reach_the_job_se
     def connect() -> Any:
         raise ConfigError("it listens on the head only")
 
-    monkeypatch.setattr("elastic_ddp.ray_internals.jobs.connect_to_jobs", connect)
+    monkeypatch.setattr("elastic_ddp.ray_internals.job_server.connect_to_jobs", connect)
     with pytest.raises(ConfigError, match="not live"):  # the driver is starting
         invoke("stop", "gpt")
     server.end("train", DIED)

@@ -19,7 +19,7 @@ import pytest
 
 from elastic_ddp import ElasticTrainer, RunConfig
 from elastic_ddp.driver import trainer
-from elastic_ddp.driver.checks import check_capacity
+from elastic_ddp.driver.start_checks import check_capacity
 from elastic_ddp.errors import ConfigError, DataError, StorageError
 from elastic_ddp.storage.storage import Storage
 from elastic_ddp.telemetry.ledger import Ledger, read_ledger

@@ -34,7 +34,7 @@ from elastic_ddp.ray_internals.controller import (
     StartBackoff,
     counts_as_failure,
 )
-from elastic_ddp.ray_internals.scaling import LimitedScalingPolicy
+from elastic_ddp.ray_internals.scaling_policy import LimitedScalingPolicy
 from elastic_ddp.ray_internals.standbys import Standbys, StartingWorker
 from elastic_ddp.ray_internals.worker_group import ElasticWorkerGroup
 from elastic_ddp.rendezvous.messages import WorkerDirectives

@@ -15,8 +15,8 @@ import ray
 from ray._raylet import AuthenticationTokenLoader, Config
 
 from elastic_ddp.errors import ConfigError
-from elastic_ddp.ray_internals import jobs
-from elastic_ddp.ray_internals.jobs import connect_to_jobs
+from elastic_ddp.ray_internals import job_server as jobs
+from elastic_ddp.ray_internals.job_server import connect_to_jobs
 
 
 @pytest.fixture

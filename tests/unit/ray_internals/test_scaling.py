@@ -13,7 +13,7 @@ from ray.exceptions import ActorDiedError
 from ray.train import ScalingConfig
 from ray.train.v2._internal.execution.scaling_policy import ResizeDecision, autoscaling_coordinator_client
 
-from elastic_ddp.ray_internals.scaling import LimitedScalingPolicy, autoscaled_nodes
+from elastic_ddp.ray_internals.scaling_policy import LimitedScalingPolicy, autoscaled_nodes
 
 NO_NODES: Any = {"nodes": [], "avoid": [], "avoided_resources": {}}
 CPU = {"CPU": 1.0}
@@ -95,7 +95,7 @@ def coordinator(monkeypatch: pytest.MonkeyPatch) -> mock.Mock:
         autoscaling_coordinator_client, "get_or_create_autoscaling_coordinator", mock.Mock(return_value=coordinator)
     )
     monkeypatch.setattr("ray.get", mock.Mock(return_value={"one": CPU}))
-    monkeypatch.setattr("elastic_ddp.ray_internals.scaling.free_resources", lambda: {"one": CPU})
+    monkeypatch.setattr("elastic_ddp.ray_internals.scaling_policy.free_resources", lambda: {"one": CPU})
     return coordinator
 
 
@@ -125,7 +125,7 @@ def test_a_group_that_did_not_start_is_tried_with_the_workers_for_which_resource
     nodes = {"one": {"CPU": 2.0, "GPU": 1.0}, "two": {"CPU": 2.0}, "new": {"CPU": 1.0}}
     monkeypatch.setattr("ray.get", mock.Mock(return_value=nodes))
     free = {"one": {"CPU": 1.0}, "two": {"memory": 1.0}}
-    monkeypatch.setattr("elastic_ddp.ray_internals.scaling.free_resources", lambda: free)
+    monkeypatch.setattr("elastic_ddp.ray_internals.scaling_policy.free_resources", lambda: free)
     policy = a_policy()
     sizes = [policy.make_decision_for_non_running_worker_group() for _ in range(3)]
     assert [size.num_workers for size in sizes if isinstance(size, ResizeDecision)] == [4, 2, 2]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from elastic_ddp.distributed.assignment import Assignment
-from elastic_ddp.distributed.store import StoreConnection
+from elastic_ddp.distributed.torch_store import StoreConnection
 from elastic_ddp.rendezvous import actor as rendezvous_module
 from elastic_ddp.rendezvous.actor import Rendezvous
 from elastic_ddp.rendezvous.member_requests import MAX_OPEN

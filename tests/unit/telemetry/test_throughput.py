@@ -10,8 +10,8 @@ from rich.console import Console
 
 from elastic_ddp.cli.run_summary import render
 from elastic_ddp.telemetry.event import Event
-from elastic_ddp.telemetry.scaling import scaling
 from elastic_ddp.telemetry.summary import summarize
+from elastic_ddp.telemetry.world_sizes import scaling
 from tests.unit.goodput_events import accounted, event, finished, formed, started
 
 SAMPLES = 10

@@ -23,8 +23,8 @@ from elastic_ddp.telemetry.account import Account
 from elastic_ddp.worker.generation import Generation
 from elastic_ddp.worker.generation_inputs import GenerationInputs
 from elastic_ddp.worker.loop import Loop
-from elastic_ddp.worker.membership import RestartTraining
 from elastic_ddp.worker.run import Run
+from elastic_ddp.worker.worker_membership import RestartTraining
 from tests.loops import loop_of
 from tests.unit.single_worker import (
     PEER_FAILURE,

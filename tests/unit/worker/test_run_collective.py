@@ -21,9 +21,9 @@ from elastic_ddp.rendezvous.client import RunStopped
 from elastic_ddp.rendezvous.members import JoinRequest
 from elastic_ddp.worker.collective_tasks import Task
 from elastic_ddp.worker.generation import Generation
-from elastic_ddp.worker.membership import ConsecutiveFailures, RestartTraining
 from elastic_ddp.worker.run import Run
 from elastic_ddp.worker.step import Step
+from elastic_ddp.worker.worker_membership import ConsecutiveFailures, RestartTraining
 from tests.loops import loop_of
 from tests.unit.commit_helpers import commits_in
 from tests.unit.single_worker import (

@@ -22,11 +22,11 @@ from elastic_ddp.distributed.process_group import ProcessGroup
 from elastic_ddp.errors import ConfigError
 from elastic_ddp.tensors.state_tree import weights_sha256
 from elastic_ddp.worker.generation import Generation
-from elastic_ddp.worker.membership import RestartTraining
 from elastic_ddp.worker.run import Run
 from elastic_ddp.worker.step import Step
 from elastic_ddp.worker.step_plan import StepPlan
 from elastic_ddp.worker.train_state import TrainState
+from elastic_ddp.worker.worker_membership import RestartTraining
 from tests.loops import loop_of
 from tests.ranks import run_ranks
 from tests.unit.single_worker import CPU, NewRun, PeerFailures, fake_feed

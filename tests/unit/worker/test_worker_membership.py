@@ -204,7 +204,7 @@ def test_a_membership_change_waits_for_the_first_rows_of_the_next_generation(
 
 def test_a_membership_change_does_not_wait_forever_for_rows(new_run: NewRun, monkeypatch: pytest.MonkeyPatch) -> None:
     run = new_run()
-    monkeypatch.setattr("elastic_ddp.worker.membership.PREPARE_S", 0.0)
+    monkeypatch.setattr("elastic_ddp.worker.worker_membership.PREPARE_S", 0.0)
     never_ready = property(lambda feed: False, lambda feed, value: None)
 
     def request(step: Step) -> None:

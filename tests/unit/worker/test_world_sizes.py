@@ -16,7 +16,7 @@ from elastic_ddp.checkpoint import CheckpointStore, Commit
 from elastic_ddp.checkpoint.saver import Save, Saver
 from elastic_ddp.distributed.prepared_model import PreparedModel
 from elastic_ddp.distributed.process_group import ProcessGroup
-from elastic_ddp.distributed.store import StoreConnection, StoreMailbox
+from elastic_ddp.distributed.torch_store import StoreConnection, StoreMailbox
 from elastic_ddp.storage.storage import Storage
 from elastic_ddp.tensors.state_tree import flatten
 from elastic_ddp.worker.checkpointing import OF_RANK_0

@@ -23,7 +23,7 @@ from elastic_ddp.errors import StorageError
 from elastic_ddp.ray_internals.controller import CountingFailurePolicy, ElasticController
 from elastic_ddp.ray_internals.dataset import exports_metrics
 from elastic_ddp.ray_internals.nodes import placement_group_prefix
-from elastic_ddp.ray_internals.scaling import NODE_ID, LimitedScalingPolicy
+from elastic_ddp.ray_internals.scaling_policy import NODE_ID, LimitedScalingPolicy
 from elastic_ddp.ray_internals.worker_group import release_placement_groups
 from elastic_ddp.storage.storage import Storage
 

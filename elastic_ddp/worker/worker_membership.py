@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, TypeVar
 from elastic_ddp.distributed.assignment import Assignment
 from elastic_ddp.distributed.fsdp_units import device_of_shards
 from elastic_ddp.distributed.process_group import is_peer_failure
-from elastic_ddp.distributed.store import StoreConnection
+from elastic_ddp.distributed.torch_store import StoreConnection
 from elastic_ddp.errors import WorkersFailedError, format_exception
 from elastic_ddp.rendezvous import standby
 from elastic_ddp.rendezvous.coordinator import PREPARE_S
