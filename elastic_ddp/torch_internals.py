@@ -111,7 +111,7 @@ class CallRoute:
         return self._function(*args, **kwargs)
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
-        """A module with a `__getstate__` of its own may copy it: copies of the module have None, no route."""
+        """Copies and pickles as None, so copies of a module whose own `__getstate__` includes the route have none."""
         return type(None), ()
 
 

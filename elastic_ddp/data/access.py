@@ -32,7 +32,7 @@ def files_to_check(index: DatasetIndex | MapStyleIndex, storage: Storage) -> tup
 
 
 def announce(storage: Storage, session: str) -> None:
-    """Writes the object that `check_storage` reads, in the driver of a session.
+    """Writes an object named after the driver's session. A node that reads it has the same storage: `check_storage`.
 
     Its name is new: a mounted bucket (gcsfuse, blobfuse) shows the old content of a replaced object for minutes.
     """

@@ -123,7 +123,7 @@ class Strategy(ABC):
         *,
         begins: bool = False,
     ) -> None:
-        """Turns the full model and its optimizers into the form in which they train.
+        """Prepares the full model and its optimizers for training: with FSDP, shards them. DDP changes nothing.
 
         `rows` may have this rank's rows of the parameters, which become its shards. With `begins`, the model gets its
         first weights; otherwise the caller loads what is not in `rows`.

@@ -176,7 +176,7 @@ def stop_job(client: JobSubmissionClient, run: str) -> str | None:
 
 
 def _rejection(error: Exception) -> ElasticDDPError:
-    """Returns the error for a request that the job server has rejected; its messages contain a traceback."""
+    """Returns the error for a rejected request, with the last line of the server's message: the rest is a traceback."""
     return ElasticDDPError(f"the job server does not accept the request: {last_line(str(error))}")
 
 

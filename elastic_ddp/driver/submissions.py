@@ -59,7 +59,7 @@ def how_it_died(job: JobDetails) -> str | None:
 
 
 def next_id(job: JobDetails) -> str | None:
-    """Returns the id that a restart of a job's driver has; None if all its restarts are used."""
+    """Returns the id of the job that restarts this job's driver; None if all restarts are used."""
     metadata = job.metadata or {}
     if (first := metadata.get(FIRST)) is None or job.submission_id is None:
         return None

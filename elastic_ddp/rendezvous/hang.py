@@ -1,6 +1,6 @@
-"""Finds workers that wait forever: by what they count as completed, and by the places at which they wait.
+"""Finds workers that hang. Each worker counts the work that it completes; a count that stands still means a hang.
 
-Workers count what they complete, and a worker that hangs stops counting. No Ray, and clocks are arguments.
+The places where workers wait tell which worker causes it. No Ray, and clocks are arguments.
 """
 
 from __future__ import annotations

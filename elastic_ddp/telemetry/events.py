@@ -431,7 +431,7 @@ class StartFailed(Event):
 
 
 class Profiled(GenerationEvent):
-    """Ranks have recorded steps for `elastic-ddp profile`; they were slower. The first of them reports it."""
+    """Ranks have recorded steps for `elastic-ddp profile`, which slowed the steps. The lowest of them reports it."""
 
     first_step: int
     """Index of the first recorded step, from 0."""

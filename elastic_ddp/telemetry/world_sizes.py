@@ -80,7 +80,7 @@ def _progress(generation: Generation) -> Iterator[tuple[int, float]]:
 
 
 def _sample_counts(events: list[Event]) -> dict[int, float]:
-    """Returns the samples used by steps done. All sessions have the same count at the same step."""
+    """Returns how many samples the run had used, by number of steps done. It is the same in all sessions."""
     known = {0: 0.0}
     for event in events:
         if isinstance(event, StepsCompleted | RunFinished) and event.samples is not None:

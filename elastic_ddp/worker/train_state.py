@@ -274,7 +274,7 @@ class TrainState:
         return 2 * sum(parameters) + sum(local_part(tensor).nbytes for tensor in states)
 
     def check_outlives(self, group: ProcessGroup) -> None:
-        """Raises a ConfigError if this rank could not keep its part of the state when another one dies. Collective."""
+        """Raises a ConfigError if `state_dict()` of a registered object runs a collective, which needs all workers."""
         for name, registered in self.registered.items():
             before = group.num_collectives()
             state_of(registered, self.module)

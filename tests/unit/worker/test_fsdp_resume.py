@@ -112,6 +112,7 @@ def begin_generation(
 ) -> tuple[TrainState, Strategy]:
     """Begins a generation with a new model, with the commit in a folder, or with other initial weights."""
     config, state = prepared("fsdp", optimizer)
+    state.record_prepared()
     if folder is not None or begin_with is not None:
         with torch.no_grad():
             for tensor in [*state.module.parameters(), *state.module.buffers()]:
