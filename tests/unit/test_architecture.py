@@ -123,7 +123,7 @@ def test_imports_make_no_circle() -> None:
         "data.pipeline",
         "notices.watch",
         "ray_internals.drain",
-        "ray_internals.trainer",
+        "ray_internals.torch_trainer",
         "rendezvous.actor",
     ],
 )

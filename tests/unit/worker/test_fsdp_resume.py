@@ -21,6 +21,7 @@ from elastic_ddp.distributed.strategy import Strategy
 from elastic_ddp.errors import ConfigError
 from elastic_ddp.storage.storage import Storage
 from elastic_ddp.tensors.state_tree import gather_full
+from elastic_ddp.worker import hyperparameters
 from elastic_ddp.worker.clock import WorkerClock
 from elastic_ddp.worker.generation import strategy_of
 from elastic_ddp.worker.job import COMMITS
@@ -112,7 +113,7 @@ def begin_generation(
 ) -> tuple[TrainState, Strategy]:
     """Begins a generation with a new model, with the commit in a folder, or with other initial weights."""
     config, state = prepared("fsdp", optimizer)
-    state.record_prepared()
+    state.prepared = hyperparameters.record(state.optimizers, state.all_schedulers(), state.every)
     if folder is not None or begin_with is not None:
         with torch.no_grad():
             for tensor in [*state.module.parameters(), *state.module.buffers()]:
