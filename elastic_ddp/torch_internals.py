@@ -25,7 +25,7 @@ from torch.autograd import profiler as autograd_profiler
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.utils.parametrizations import _SpectralNorm
 from torch.nn.utils.spectral_norm import SpectralNorm
-from torch.optim.lr_scheduler import MultiplicativeLR, SequentialLR
+from torch.optim.lr_scheduler import SequentialLR
 from torch.utils import _pytree
 
 if TYPE_CHECKING:
@@ -201,17 +201,26 @@ def move_scheduler(scheduler: Any, position: int) -> None:
     Calls the deprecated `step(epoch)`, which uses `_get_closed_form_lr` where a scheduler has it. Raises ValueError or
     TypeError for schedulers whose learning rate follows from the steps before.
     """
-    if isinstance(scheduler, MultiplicativeLR):
-        raise ValueError("its factors follow from the steps before")
     if isinstance(scheduler, SequentialLR):
         number = bisect_right(scheduler._milestones, position)
         active, start = scheduler._schedulers[number], scheduler._milestones[number - 1] if number else 0
         move_scheduler(active, position - start)
         scheduler.last_epoch, scheduler._last_lr = position, active.get_last_lr()
         return
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # `epoch` is deprecated, and the optimizer has not stepped
-        scheduler.step(position)
+    rates = []
+    for factor in (2.0, 1.0):  # a rate that depends on the one before differs
+        for group in scheduler.optimizer.param_groups:
+            rate = factor * group["initial_lr"]
+            if isinstance(group["lr"], torch.Tensor):
+                group["lr"].fill_(rate)
+            else:
+                group["lr"] = rate
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # `epoch` is deprecated, and the optimizer has not stepped
+            scheduler.step(position)
+        rates.append(scheduler.get_last_lr())
+    if rates[0] != rates[1]:
+        raise ValueError("its learning rate follows from the steps before")
 
 
 def is_profiling() -> bool:

@@ -73,24 +73,26 @@ class Housekeeping:
         The newest are always read: a commit that the storage has lost must not displace good ones.
         """
         set_aside = {entry[0] for entry in map(parse_set_aside, listed) if entry is not None}
-        known, known_doubtful = self._measured, self._doubtful
-        self._measured, self._doubtful = {}, set()
+        known, self._measured = self._measured, {}
+        self._doubtful &= {*steps}  # each until it is read again: the storage may fail before
         catalog, read = CommitCatalog(storage), list[Commit]()
         for step in steps:
             is_older = len(self._measured) >= self._retention.last
-            if is_older and not self._retention.keeps_older and step not in known_doubtful:
+            if is_older and not self._retention.keeps_older and step not in self._doubtful:
                 continue
             if is_older and step in known and step not in set_aside:  # otherwise it may have been committed again
                 self._measured[step] = known[step]
                 continue
             commit = catalog.complete_at(step, listed=listed, record=newest.record)
+            if isinstance(commit, Bad):
+                if step not in self._doubtful:
+                    _log.warning("step %d and all attempts at it stay: %s", step, commit.error)
+                self._doubtful.add(step)
+                continue
+            self._doubtful.discard(step)
             if isinstance(commit, Commit):
                 read.append(commit)
                 self._measured[step] = measurements(commit.record).get(self._retention.metric or "")
-            elif isinstance(commit, Bad):
-                self._doubtful.add(step)
-                if step not in known_doubtful:
-                    _log.warning("step %d and all attempts at it stay: %s", step, commit.error)
         if not read:
             raise StorageError(f"neither {newest.key} nor an earlier commit can be read")
         return read

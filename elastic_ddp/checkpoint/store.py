@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from typing import Any
@@ -17,6 +18,8 @@ from elastic_ddp.storage.storage import Storage
 
 _log = logging.getLogger(__name__)
 _PUBLISH_TRIES = 3
+_PUBLISH_PAUSE_S = 0.5
+"""On AWS, another request may be creating or deleting the manifest."""
 
 
 class SupersededError(ElasticDDPError):
@@ -132,6 +135,7 @@ class CheckpointStore(CommitCatalog):
         """Stores the manifest, after the caller's fence. Returns the step's commit, perhaps of another attempt."""
         for number in range(_PUBLISH_TRIES):
             if number:
+                time.sleep(_PUBLISH_PAUSE_S)
                 fence()
             try:
                 self._storage.create(commit.key, manifest)
@@ -144,4 +148,6 @@ class CheckpointStore(CommitCatalog):
                     _log.info("another attempt has committed step %d first; its commit is kept", commit.step)
                     self.discard(commit.prefix)
                 return existing
-        raise StorageError(f"{commit.key} is not a commit, and exists again after {_PUBLISH_TRIES} removals")
+        raise StorageError(
+            f"{commit.key} cannot be created: in {_PUBLISH_TRIES} tries it was no commit, or another process changed it"
+        )

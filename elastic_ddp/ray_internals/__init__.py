@@ -46,7 +46,7 @@ def check_home_folder() -> None:
 def has_started_ray() -> bool:
     """Returns whether this process has started the cluster that it is connected to."""
     node: Any = ray._private.worker._global_node
-    return bool(node.is_head())
+    return node is not None and bool(node.is_head())
 
 
 def has_ray_ended(*, is_ending: bool = False) -> bool:

@@ -65,8 +65,9 @@ def _create_token() -> Path:
         file.parent.mkdir(mode=0o700, exist_ok=True)
         _check_is_private(file.parent)
         if not file.exists():
-            file.touch(mode=0o600)
-            file.write_text(generate_new_authentication_token())
+            descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            with open(descriptor, "w") as out:
+                out.write(generate_new_authentication_token())
     except OSError as error:
         raise ConfigError(f"Ray's token can be written neither to ~/.ray nor to {file}: {error}. {_FIX}") from error
     return file

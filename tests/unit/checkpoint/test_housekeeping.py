@@ -7,11 +7,12 @@ import uuid
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
+from unittest import mock
 
 import pytest
 import torch
 
-from elastic_ddp.checkpoint import CheckpointStore, Commit, Retention
+from elastic_ddp.checkpoint import CheckpointStore, Commit, CommitCatalog, Retention
 from elastic_ddp.checkpoint.housekeeping import ORPHAN_AGE_S, plan_prune
 from elastic_ddp.checkpoint.manifest import attempt_prefix, manifest_key
 from elastic_ddp.checkpoint.store import SupersededError
@@ -250,6 +251,22 @@ def test_an_unreadable_commit_stays_while_newer_ones_are_committed(tmp_path: Pat
     for step in (50, 60):
         save(store, step)
     assert steps_in(storage) == [30, 50, 60]
+
+
+def test_an_unreadable_commit_stays_although_the_storage_fails_while_others_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = SingleRankStore(Storage(tmp_path), keep=9)
+    for step in (10, 20):
+        save(before, step)
+    storage = UnreadableObject(str(tmp_path), manifest_key(20))
+    store = SingleRankStore(storage, keep=Retention(last=2))
+    save(store, 30)
+    with monkeypatch.context() as patch:
+        patch.setattr(CommitCatalog, "complete_at", mock.Mock(side_effect=StorageError("503")))
+        save(store, 40)
+    save(store, 50)
+    assert steps_in(storage) == [20, 40, 50]
 
 
 def test_a_commit_that_could_not_be_read_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

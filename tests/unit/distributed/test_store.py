@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from elastic_ddp.distributed import store as store_module
+from elastic_ddp.distributed import torch_store as store_module
 from elastic_ddp.distributed.process_group import ProcessGroup, is_peer_failure
 from elastic_ddp.distributed.sockets import choose_interface, shut_down, use_interface_of
 from elastic_ddp.distributed.torch_store import StoreConnection, StoreMailbox

@@ -11,6 +11,7 @@ import torch
 from torch.optim import SGD, AdamW, Optimizer
 from torch.optim import lr_scheduler as schedulers
 from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.swa_utils import SWALR
 
 from elastic_ddp.driver.display import describe_event
 from elastic_ddp.errors import CheckpointError, ConfigError
@@ -120,7 +121,8 @@ def test_a_scheduler_of_another_class_is_an_error(new_run: NewRun, used: str) ->
     ("kind", "reason"),
     [
         ("ChainedScheduler", "takes 1 positional argument"),
-        ("MultiplicativeLR", "follow from the steps before"),
+        ("MultiplicativeLR", "follows from the steps before"),
+        ("SWALR", "follows from the steps before"),
         ("LinearLR", "the optimizer has 2 schedulers"),
         ("OneCycleLR", "Tried to step 6 times"),
     ],
@@ -134,6 +136,8 @@ def test_a_changed_schedule_that_cannot_be_moved_is_an_error(new_run: NewRun, ki
                 run.prepare(chained(optimizer, length))
             case "MultiplicativeLR":
                 run.prepare(schedulers.MultiplicativeLR(optimizer, lambda _: 0.9))
+            case "SWALR":
+                run.prepare(SWALR(optimizer, swa_lr=0.05, anneal_epochs=length))
             case "LinearLR":
                 run.prepare(schedulers.LinearLR(optimizer, 0.1, total_iters=length))
                 run.prepare(schedulers.ExponentialLR(optimizer, 0.9))
