@@ -117,7 +117,7 @@ def _phases(summary: Mapping[str, Any], ledger: Sequence[Event], columns: int) -
     for (name, seconds), style in zip(newest.phases.items(), _PHASE_STYLES, strict=False):
         done_s += seconds
         bar.append("█" * (round((columns + 12) * done_s / step_s) - len(bar)), style=style)
-        legend.append(Text.assemble(("■", style), f" {name} {100 * seconds / step_s:.0f} %"))
+        legend.append(Text.assemble(("█", style), f" {name} {100 * seconds / step_s:.0f} %"))
     rows = facts_table()
     rows.add_row("step", f"{1000 * step_s:,.1f} ms")
     rows.add_row("", bar)
