@@ -1,4 +1,4 @@
-"""Who is in a run, and when its generations end: a state machine without Ray, clocks or threads."""
+"""The members of a run, and when its generations end: a state machine without Ray, clocks or threads."""
 
 from __future__ import annotations
 
