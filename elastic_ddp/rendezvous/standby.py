@@ -7,8 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-
-from elastic_ddp.rendezvous.processes import has_ended
+from pathlib import Path
 
 GPU_RELEASE_TIMEOUT_S = 30.0
 """How long the worker that failed may take to end. It is killed, and its memory of the GPU is free then."""
@@ -68,6 +67,19 @@ def _wait_for_gpus() -> None:
     end = time.monotonic() + GPU_RELEASE_TIMEOUT_S
     while _predecessor is not None and not has_ended(_predecessor) and time.monotonic() < end:
         time.sleep(0.01)
+
+
+def process_state(pid: int) -> str:
+    """Returns the state of a process as in `ps`: T and t if it is stopped, Z and X if it has ended."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return "X"
+
+
+def has_ended(pid: int) -> bool:
+    """Returns whether a process has ended. It stays in the list of processes until its parent asks for it."""
+    return process_state(pid) in "ZX"
 
 
 def show_wait(shown: Callable[[], AbstractContextManager[None]]) -> None:

@@ -20,7 +20,7 @@ from elastic_ddp.distributed.assignment import Assignment
 from elastic_ddp.distributed.process_group import ProcessGroup, is_peer_failure
 from elastic_ddp.distributed.state_transfer import begin_transfer
 from elastic_ddp.distributed.torch_store import StoreConnection
-from elastic_ddp.rendezvous.processes import process_state
+from elastic_ddp.rendezvous.standby import process_state
 from tests.ranks import abort_when, run_ranks, set_key, single_rank_group
 
 CPU = torch.device("cpu")
