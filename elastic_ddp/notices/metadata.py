@@ -100,7 +100,8 @@ class GCP:
     name = "GCP"
 
     def __init__(self, url: str, clock: Callable[[], float]) -> None:
-        self.url, self._clock = url, clock
+        self.url = url
+        self._clock = clock
         self._deadlines: dict[str, float] = {}
         """Of notices that hold now: GCP gives none, so they count from when a notice was first read."""
 

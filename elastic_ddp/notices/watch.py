@@ -33,7 +33,10 @@ class Watch:
         clock: Callable[[], float] = time.time,
     ) -> None:
         """`drain` returns the ids of the drained nodes, or raises DrainError."""
-        self._service, self._drain, self._log, self._clock = service, drain, log, clock
+        self._service = service
+        self._drain = drain
+        self._log = log
+        self._clock = clock
         self._drain_on_rebalance = drain_on_rebalance
         self._handled: set[Notice] = set()
         self._problem: str | None = None

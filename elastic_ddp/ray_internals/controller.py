@@ -121,7 +121,8 @@ class ElasticController(TrainController):
         self._query_capacity_now = False
         self._limit = 0
         self._dismissed_at: dict[str, float] = {}
-        self._backoff, self._standby_backoff = StartBackoff(), StartBackoff()
+        self._backoff = StartBackoff()
+        self._standby_backoff = StartBackoff()
         self._trained: set[str] = set()
         self._failed_start: states.TrainControllerState | None = None
         """The state after the newest group that failed to start."""
@@ -205,7 +206,8 @@ class ElasticController(TrainController):
         """Gives the places of workers that have failed or left to standbys. Returns the ranks that were replaced."""
         if not self.standby_workers or directives.is_over or ranks.finished:
             return set()
-        workers, gone = group.get_workers(), ranks.failed.keys() | ranks.exited
+        workers = group.get_workers()
+        gone = ranks.failed.keys() | ranks.exited
         going = {*directives.dismissed, *directives.leaving}
         num_staying = sum(actor_id(each) not in going for rank, each in enumerate(workers) if rank not in gone)
         usable = [rank for rank in sorted(gone) if workers[rank].metadata.node_id not in directives.avoid]
@@ -278,7 +280,8 @@ class ElasticController(TrainController):
             state = group.get_worker_group_state()
             if self._query_capacity_now:  # not at the next interval
                 self._scaling_policy._latest_monitor_time = float("-inf")  # type: ignore[attr-defined]
-                state, self._query_capacity_now = dataclasses.replace(state, start_time=float("-inf")), False
+                state = dataclasses.replace(state, start_time=float("-inf"))
+                self._query_capacity_now = False
             decision = self._scaling_policy.make_decision_for_running_worker_group(
                 worker_group_state=state, worker_group_status=status
             )

@@ -34,7 +34,8 @@ def connect_to_jobs(address: str | None = None) -> JobSubmissionClient:
 
     Raises ConfigError if no cluster responds, it has no dashboard that this machine can reach, or it rejects the token.
     """
-    address, session = address or os.environ.get(_ADDRESS) or os.environ.get("RAY_ADDRESS") or "auto", None
+    address = address or os.environ.get(_ADDRESS) or os.environ.get("RAY_ADDRESS") or "auto"
+    session = None
     if "://" not in address:
         address, session = _find_dashboard(address)
     elif not address.startswith("http"):
@@ -133,7 +134,8 @@ def follow_log(client: JobSubmissionClient, job: str, start: int, write: Callabl
     """
 
     async def follow() -> int:
-        chunks, position = aiter(client.tail_job_logs(job)), 0
+        chunks = aiter(client.tail_job_logs(job))
+        position = 0
         while True:
             try:
                 chunk = await anext(chunks)

@@ -46,7 +46,8 @@ def enable_token() -> bool:
 
     If Ray's own place has none, it is the one that `init_ray` created in an earlier process.
     """
-    token, is_given = _token_file(), _PATH in os.environ or "RAY_AUTH_TOKEN" in os.environ
+    token = _token_file()
+    is_given = _PATH in os.environ or "RAY_AUTH_TOKEN" in os.environ
     if not is_given and token.exists() and not AuthenticationTokenLoader.instance().has_token(ignore_auth_mode=True):
         _check_is_private(token.parent)
         _set_token(token)

@@ -74,7 +74,9 @@ class RayMessages:
     """
 
     def __init__(self, file: Path, note: Callable[[str], None], *, verbose: bool) -> None:
-        self._path, self._note, self._verbose = file, note, verbose
+        self._path = file
+        self._note = note
+        self._verbose = verbose
         self._file: TextIO | None = None
         self._lock = threading.Lock()
 
@@ -117,7 +119,8 @@ class RayMessages:
     def _take(self, source: str, lines: list[str]) -> None:
         """Writes lines of Ray to the file, and to the console if the file cannot be written."""
         text = "".join(f"({source}) {line}\n" for line in lines)
-        is_first, is_shown = False, self._verbose
+        is_first = False
+        is_shown = self._verbose
         try:
             with self._lock:
                 if self._file is None:

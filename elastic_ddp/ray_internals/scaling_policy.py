@@ -101,7 +101,8 @@ class LimitedScalingPolicy(ElasticScalingPolicy):
         `nodes` has the node of each worker that stays, if an autoscaler started it.
         """
         before = (self._get_num_workers_for_resource_request(), self._request.nodes)
-        self.limit, self.avoid = limit, frozenset(avoid)
+        self.limit = limit
+        self.avoid = frozenset(avoid)
         self._request.nodes = tuple(sorted(nodes))
         self.num_avoided = self._count_workers(avoided_resources.values())
         return (self._get_num_workers_for_resource_request(), self._request.nodes) != before

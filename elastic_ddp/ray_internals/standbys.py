@@ -71,7 +71,8 @@ class Standbys:
     def __init__(
         self, start: Callable[[ActorMetadata], StartingWorker], advance: Callable[[StartingWorker], bool]
     ) -> None:
-        self._start, self._advance = start, advance
+        self._start = start
+        self._advance = advance
         self._standbys: list[_Standby] = []
 
     def keep(self, num_per_node: int, nodes: Mapping[str, ActorMetadata], *, may_start: bool) -> None:

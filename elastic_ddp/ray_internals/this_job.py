@@ -40,7 +40,8 @@ def record_run(name: str, folder: str) -> None:
     """Adds a run to the metadata of the job whose driver this process is, if any. This process is connected to Ray."""
     if (job := this_job()) is None:
         return
-    gcs, key = _gcs(), _key(job)
+    gcs = _gcs()
+    key = _key(job)
     with suppress(ray.exceptions.RayError):  # the GCS is busy: the job is then known by its id alone
         if (stored := gcs.internal_kv_get(key, _TABLE, ANSWERS_WITHIN_S)) is not None:
             info = json.loads(stored)
@@ -52,7 +53,9 @@ def recorded_jobs() -> list[JobDetails]:
     """Returns the submitted jobs of the cluster that this process is connected to, in any order."""
     from ray.job_submission import JobDetails, JobType  # 0.1 s
 
-    gcs, prefix, found = _gcs(), _key(""), []
+    gcs = _gcs()
+    prefix = _key("")
+    found = []
     for key in gcs.internal_kv_keys(prefix, _TABLE, ANSWERS_WITHIN_S):
         if (stored := gcs.internal_kv_get(key, _TABLE, ANSWERS_WITHIN_S)) is not None:
             facts = {name: value for name, value in json.loads(stored).items() if name in JobDetails.model_fields}

@@ -87,7 +87,9 @@ class ElasticTorchTrainer(DataParallelTrainer):
                 worker_runtime_env={"env_vars": dict(config.env)},  # which the tasks for their data inherit
             ),
         )
-        self._config, self._rendezvous, self._on_controller = config, rendezvous, on_controller
+        self._config = config
+        self._rendezvous = rendezvous
+        self._on_controller = on_controller
         self._delete_files = partial(storage.delete_tree, f"ray_train/{session}")
 
     def _create_default_callbacks(self) -> list[Any]:

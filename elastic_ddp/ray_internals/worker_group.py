@@ -222,7 +222,8 @@ class ElasticWorkerGroup(WorkerGroup):
 
     def advance(self) -> int:
         """Moves all starting workers forward without blocking. Returns how many failed to start."""
-        started, num_failed = [], 0
+        started = []
+        num_failed = 0
         for starting in list(self._starting):
             try:
                 if self._advance(starting):
@@ -246,7 +247,8 @@ class ElasticWorkerGroup(WorkerGroup):
             assert starting.placement_group is not None
             if not starting.placement_group.wait(0):
                 return False
-            starting.actor, starting.placed_at = self._create_actor(starting.placement_group), time.monotonic()
+            starting.actor = self._create_actor(starting.placement_group)
+            starting.placed_at = time.monotonic()
             starting.pending = starting.actor.get_metadata.remote()
         return self._use_standby(starting) or self._follow(starting)
 
@@ -265,7 +267,8 @@ class ElasticWorkerGroup(WorkerGroup):
         return False
 
     def _make_worker(self, actor: Any, metadata: Any) -> Worker:
-        worker, workers = Worker(actor, metadata, self._resources()), self.get_workers()
+        worker = Worker(actor, metadata, self._resources())
+        workers = self.get_workers()
         num_on_node = sum(other.metadata.node_ip == metadata.node_ip for other in workers)
         worker.distributed_context = DistributedContext(
             world_rank=len(workers),
@@ -309,7 +312,8 @@ class ElasticWorkerGroup(WorkerGroup):
         if (replacement := self.standbys.take(ray.get(starting.pending))) is None:
             return False
         ray.kill(starting.actor)
-        starting.actor, starting.worker = replacement.actor, replacement
+        starting.actor = replacement.actor
+        starting.worker = replacement
         return True
 
     def replace(self, ranks: Collection[int]) -> set[int]:

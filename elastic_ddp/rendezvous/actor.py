@@ -77,7 +77,8 @@ def _method_of(
     """
 
     async def call(self: Rendezvous, /, *arguments: P.args, **options: P.kwargs) -> T:
-        part, log = attrgetter(owner)(self), self._coordinator.event_log
+        part = attrgetter(owner)(self)
+        log = self._coordinator.event_log
         answer = method(part, *arguments, **options)
         if polled and answer is None and log.outcome is None:
             await self._for_members.wait()
@@ -114,7 +115,8 @@ class Rendezvous:
         self._options = options
         self._host = ray.util.get_node_ip_address()
         self._store = HostedStore(self._host)
-        self._for_members, self._for_driver = _Changes(), _Changes()
+        self._for_members = _Changes()
+        self._for_driver = _Changes()
         self._coordinator = Coordinator(
             options,
             store=(self._host, self._store.port),
@@ -153,7 +155,8 @@ class Rendezvous:
         """Returns a member's place in the next generation. While none is formed, it returns the planned one or None,
         and the member calls again. Arguments as in `Coordinator.join`.
         """
-        coordinator, member = self._coordinator, request.member.id
+        coordinator = self._coordinator
+        member = request.member.id
         answer = coordinator.join(request, after=after, failure=failure, account=account, activity=activity)
         if answer is None:
             # A member with a planned assignment reads data ahead for it, so it gets quick updates.

@@ -59,7 +59,8 @@ class Attempts:
         """Records that a member is failing, unless it or its node was to leave, or the run does not need it."""
         not_in_generation = self.starting | {known.id: known for known in membership.known()}
         starting = self.starting.pop(member, None)
-        who, generation = "a worker that starts", membership.generation
+        who = "a worker that starts"
+        generation = membership.generation
         if membership.is_current(member):
             assert membership.current is not None
             rank, failed = next(ranked for ranked in enumerate(membership.current.members) if ranked[1].id == member)
@@ -100,9 +101,11 @@ class Attempts:
 
     def generation_formed(self, formed: FormedGeneration, reported: int, steps_per_s: float) -> None:
         """The next generation begins. Rank 0 of the last one has reported that many steps and that speed."""
-        step, slack = formed.first_step, 0.0
+        step = formed.first_step
+        slack = 0.0
         if step is None:  # no worker survived that knows what was done after the report
-            step, slack = reported, REPORTS_WITHIN_S * steps_per_s
+            step = reported
+            slack = REPORTS_WITHIN_S * steps_per_s
         self._keep_without_progress(step, formed.number - 1, slack)
 
     def _keep_without_progress(self, step: int, generation: int, slack: float = 0.0) -> None:
@@ -158,7 +161,8 @@ class Shortfall:
     def failed(self, world_size: int, now_s: float) -> None:
         """A generation with this number of workers has failed."""
         if not self.world_size:
-            self.world_size, self.since_s = world_size, now_s
+            self.world_size = world_size
+            self.since_s = now_s
 
     def formed(self, generation: FormedGeneration, limit: int, now_s: float) -> float | None:
         """A generation has formed, and at most `limit` workers are wanted. Returns the seconds since the failure if the

@@ -182,7 +182,8 @@ class RendezvousClient:
         while not self._closed.is_set():
             generation = self._generation
             try:
-                activity, poll = self.activity.report(), self._rendezvous.poll_signals
+                activity = self.activity.report()
+                poll = self._rendezvous.poll_signals
                 signals: Signals = self._call(poll, self.member, generation, self._progress, activity, self._received)
                 for request in signals.requests:
                     self._received = request.number

@@ -54,8 +54,11 @@ class Coordinator:
         notify_driver: Callable[[], None],
         about: dict[str, Any],
     ) -> None:
-        self._options, self._store, self._about = options, store, about
-        self._notify_members, self._notify_driver = notify_members, notify_driver
+        self._options = options
+        self._store = store
+        self._about = about
+        self._notify_members = notify_members
+        self._notify_driver = notify_driver
         self._snapshot = Snapshot(options.snapshot_folder)
         state = self._snapshot.load()
         self.is_restarted = state is not None
@@ -167,7 +170,8 @@ class Coordinator:
 
     def mark_failed(self, member: str, how: str, *, is_hang: bool = False) -> None:
         """Records that a member has failed, and ends its generation."""
-        membership, starting = self.membership, self.state.attempts.starting.get(member)
+        membership = self.membership
+        starting = self.state.attempts.starting.get(member)
         if membership.why_gone(member) is None:
             self.state.attempts.record(membership, member, how, time.monotonic(), is_hang=is_hang)
             membership.mark_failed(member, how)
@@ -208,7 +212,8 @@ class Coordinator:
 
         `received` is the number of the newest `MemberRequest` that the member has received.
         """
-        membership, now_s = self.membership, time.monotonic()
+        membership = self.membership
+        now_s = time.monotonic()
         is_current = generation == membership.generation
         reconfigure = is_current and self._change_wanted and membership.wants_change(now_s)
         return Signals(
@@ -233,7 +238,8 @@ class Coordinator:
 
     def _check_started(self, started: list[str]) -> None:
         """Marks running workers as failed that have not joined within the start timeout."""
-        now_s, timeout_s = time.monotonic(), max(self._options.hang_timeout_s, START_TIMEOUT_S)
+        now_s = time.monotonic()
+        timeout_s = max(self._options.hang_timeout_s, START_TIMEOUT_S)
         not_joined = [worker for worker in started if not self.membership.has_joined(worker)]
         self._not_joined = {worker: self._not_joined.get(worker, now_s) for worker in not_joined}
         for worker, since_s in self._not_joined.items():
@@ -255,12 +261,15 @@ class Coordinator:
             return
         if formed.source is None:
             self.state.restored = formed.number
-        reported, speed = self.event_log.progress.get("step", 0), self.event_log.steps_per_s or 0.0
+        reported = self.event_log.progress.get("step", 0)
+        speed = self.event_log.steps_per_s or 0.0
         self.state.attempts.generation_formed(formed, reported, speed)
         recovered_s = self.state.shortfall.formed(formed, self.membership.limit, time.monotonic())
         self._snapshot.save(self.state)
         self._hangs.begin([member.id for member in formed.members], time.monotonic())
-        self._stacks_requested_at, self._planned, self._formed = None, {}, formed.assignments(*self._store)
+        self._stacks_requested_at = None
+        self._planned = {}
+        self._formed = formed.assignments(*self._store)
         if self._account:
             self.record(events.GenerationAccount(generation=formed.number - 1, account=self._account))
             self._account = {}
@@ -288,7 +297,8 @@ class Coordinator:
             self._notify_members()
         self._check_sections()
         self._check_for_hang(now_s)
-        step, timeout_s = self.event_log.progress.get("step", 0), self._options.heartbeat_timeout_s
+        step = self.event_log.progress.get("step", 0)
+        timeout_s = self._options.heartbeat_timeout_s
         if error := self.state.attempts.verdict(step, self.membership, now_s, timeout_s):
             self._fail_with_commit(error)
         self._snapshot.save(self.state)
@@ -307,7 +317,8 @@ class Coordinator:
     def _plan(self, now_s: float) -> None:
         """Updates whether membership should change and the places that members get then, both at once."""
         before = (self._change_wanted, self._planned)
-        self._change_wanted, self._planned = self.membership.wants_change(now_s), self.membership.plan(now_s)
+        self._change_wanted = self.membership.wants_change(now_s)
+        self._planned = self.membership.plan(now_s)
         if before != (self._change_wanted, self._planned):
             self._notify_members()
 
@@ -340,7 +351,8 @@ class Coordinator:
             self._fail(error)
 
     def _end_hang(self, now_s: float) -> None:
-        places, verdict = self._hangs.places(), self._hangs.decide(is_broken=self.membership.failure is not None)
+        places = self._hangs.places()
+        verdict = self._hangs.decide(is_broken=self.membership.failure is not None)
         facts: Any = {"places": places, "culprits": [*verdict.culprits], "seconds": self._hangs.timeout_s}
         self.record(events.HangDetected(generation=self.membership.generation, **facts))
         self._hangs.begin(places, now_s)  # the other members get another timeout
@@ -519,7 +531,9 @@ class Coordinator:
 
     def status(self) -> dict[str, Any]:
         """Returns the state of the run in plain values, for `elastic-ddp status`."""
-        membership, progress, starting = self.membership, self.event_log.status(), self.state.attempts.starting
+        membership = self.membership
+        progress = self.event_log.status()
+        starting = self.state.attempts.starting
         if self.is_over:
             state = self.event_log.ended or "stopping"
         elif progress["generation"] is None:
@@ -569,13 +583,15 @@ class Coordinator:
             case events.CommitStarted():
                 self._saver = sender
             case events.CommitSucceeded():
-                self._saver, self.state.failed_saves = "", 0
+                self._saver = ""
+                self.state.failed_saves = 0
                 self._fulfill_requests(event.request or 0)
             case events.StepVerified(request=request) | events.CorruptionFound(request=request) if (
                 request and request > self.state.verified_requests
             ):
                 text = event.text if isinstance(event, events.CorruptionFound) else ""
-                self.state.verified_requests, self.state.verified = request, text
+                self.state.verified_requests = request
+                self.state.verified = text
             case events.CommitFailed():
                 self._saver = ""
                 if event.counts and not has_failed:

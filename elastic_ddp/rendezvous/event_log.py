@@ -49,7 +49,8 @@ class EventLog:
             if "outcome" in line:
                 self.outcome = line["outcome"]
             elif "delivered" in line:
-                self._num_delivered, self._last_numbers = line["delivered"], line["last_numbers"]
+                self._num_delivered = line["delivered"]
+                self._last_numbers = line["last_numbers"]
                 self._newest = {name: parse(event) for name, event in line["newest"].items()}
                 self._agreed.extend(map(tuple, line["agreed"]))
             else:
@@ -142,8 +143,10 @@ class EventLog:
 
     def status(self) -> dict[str, Any]:
         """Returns the progress of the run, for `elastic-ddp status`."""
-        generation, failure = self.last(GenerationStarted), self.last(WorkerFailed)
-        measured, formed = newest(list(self._phases)), self.last(GenerationFormed)
+        generation = self.last(GenerationStarted)
+        failure = self.last(WorkerFailed)
+        measured = newest(list(self._phases))
+        formed = self.last(GenerationFormed)
         bottleneck = None  # what bounds the newest steps of the current generation
         if measured is not None:
             bottleneck = find_bottleneck(measured, nodes_of([formed] if formed is not None else [], measured))

@@ -91,12 +91,16 @@ class Activity:
     """What a worker's training thread is doing. That thread updates it; any thread may read it, without a lock."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._report, self._worked_s = AT_THE_START, _zero
-        self._clock, self._progressed_at = clock, clock()
+        self._report = AT_THE_START
+        self._worked_s = _zero
+        self._clock = clock
+        self._progressed_at = clock()
         self._thread = threading.get_ident()
-        self._section, self._num_before = Section(), 0
+        self._section = Section()
+        self._num_before = 0
         self._count: Callable[[], int | None] = _none
-        self._where, self._has_failed = "", False
+        self._where = ""
+        self._has_failed = False
         self.on_enter: Callable[[Place], None] = _ignore
         """Called with each place that is entered, in the training thread."""
 
@@ -106,7 +110,9 @@ class Activity:
 
     def report(self) -> ActivityReport:
         """Returns `now` with the section, and after `IDLE_S` with the place in the user's code. For another thread."""
-        report, section, where = self.now, self._section, self._where
+        report = self.now
+        section = self._section
+        where = self._where
         number = self._count()
         if number is not None and section is self._section:  # otherwise the thread has begun another section meanwhile
             section = section._replace(last=number - self._num_before)
@@ -122,8 +128,10 @@ class Activity:
 
     def begin_generation(self, number: int, count: Callable[[], int | None]) -> None:
         """Numbers collectives from here on. `count` returns how many the process group has begun."""
-        self._count, self._num_before = count, count() or 0
-        self._where, self._has_failed = "", False
+        self._count = count
+        self._num_before = count() or 0
+        self._where = ""
+        self._has_failed = False
         self._section = Section(number, "the start of the generation")
 
     def begin(self, name: str, *, is_users: bool = False) -> None:
@@ -143,14 +151,16 @@ class Activity:
 
     def end_generation(self) -> None:
         """Keeps the last section for reports, while the process group ends."""
-        number, self._count = self._count(), _none
+        number = self._count()
+        self._count = _none
         if number is not None:
             self._section = self._section._replace(last=number - self._num_before)
 
     def failed_at(self, frames: list[Frame]) -> None:
         """Keeps the place in the user's code where a collective failed, until the next generation."""
         if not self._has_failed:
-            self._where, self._has_failed = user_place(frames), True
+            self._where = user_place(frames)
+            self._has_failed = True
 
     @property
     def idle_s(self) -> float:
@@ -159,7 +169,8 @@ class Activity:
 
     def enter(self, place: Place, worked_s: Callable[[], float] = _zero) -> None:
         """Enters a place. `worked_s` returns how long the awaited operation has been active; any thread may call it."""
-        self._report, self._worked_s = ActivityReport(self._report.number + 1, place), worked_s
+        self._report = ActivityReport(self._report.number + 1, place)
+        self._worked_s = worked_s
         self._progressed_at = self._clock()
         self.on_enter(place)
 
@@ -239,7 +250,8 @@ class HangDetector:
 
     def decide(self, *, is_broken: bool) -> Verdict:
         """Returns what to do about a hang; `is_broken` as in `culprits`."""
-        places, duration = self.places(), f"for {self.timeout_s:g} s (hang_timeout_s)"
+        places = self.places()
+        duration = f"for {self.timeout_s:g} s (hang_timeout_s)"
         where = ", ".join(sorted(set(places.values())))
         at = [f"rank {rank} at {report.where}" for rank, (report, _) in enumerate(self._last.values()) if report.where]
         code = f"{shorten(at, 4, '; ')}. " if at else ""

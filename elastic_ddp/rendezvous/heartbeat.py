@@ -44,7 +44,8 @@ class Heartbeat:
     """
 
     def __init__(self, address: Callable[[], tuple[str, int]], member: str, timeout_s: float) -> None:
-        self._address, self._member = address, member
+        self._address = address
+        self._member = member
         self._interval_s = timeout_s / BEATS_PER_TIMEOUT
         self._stopped, self._stopping = os.pipe()
         self._reports_crashes = False
@@ -62,7 +63,8 @@ class Heartbeat:
 
     def report_exits(self, where: Callable[[], str]) -> None:
         """Makes `os._exit` send the stacks and `where()` first. Otherwise it looks like SIGKILL."""
-        exit_process, pid = os._exit, os.getpid()
+        exit_process = os._exit
+        pid = os.getpid()
 
         def report_and_exit(status: int) -> None:
             if os.getpid() == pid:
@@ -159,7 +161,9 @@ class HeartbeatServer:
         on_failure: Callable[[str, str], Awaitable[None]],
         is_awaited: Callable[[str], bool] = lambda member: True,
     ) -> None:
-        self._timeout_s, self._on_failure, self._is_awaited = timeout_s, on_failure, is_awaited
+        self._timeout_s = timeout_s
+        self._on_failure = on_failure
+        self._is_awaited = is_awaited
         self._server: asyncio.Server | None = None
         self._starting = asyncio.Lock()
         self._newest: dict[str, asyncio.StreamReader] = {}
@@ -194,7 +198,9 @@ class HeartbeatServer:
     async def _receive(self, member: str, reader: asyncio.StreamReader) -> str | None:
         """Reads heartbeats until they end. Returns how the member failed, or None if it left."""
         loop = asyncio.get_running_loop()
-        received_at, dump, is_busy = loop.time(), b"", False
+        received_at = loop.time()
+        dump = b""
+        is_busy = False
         while True:
             begun_at = loop.time()
             try:

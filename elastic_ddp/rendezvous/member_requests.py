@@ -27,12 +27,15 @@ class MemberRequests:
     """The newest requests, and their answers. `apply` is called after each new request."""
 
     def __init__(self, state: State, apply: Callable[[], None]) -> None:
-        self._state, self._membership, self._apply = state, state.membership, apply
+        self._state = state
+        self._membership = state.membership
+        self._apply = apply
         self._open: dict[int, _Open] = {}
 
     def request_stacks(self) -> int:
         """Asks all workers for the stacks of their threads. Returns the number of the request, for `answers`."""
-        ranked, starting = self._membership.ranks(), self._state.attempts.starting.values()
+        ranked = self._membership.ranks()
+        starting = self._state.attempts.starting.values()
         others = {member.id: member for member in (*self._membership.known(), *starting)}
         for _, member in ranked:
             others.pop(member.id, None)
@@ -41,7 +44,8 @@ class MemberRequests:
 
     def request_profile(self, ranks: list[int] | None, num_steps: int, memory: bool) -> int | str:
         """Asks ranks, by default all, for traces of the next steps. Returns the request's number, or why that fails."""
-        members, generation = dict(self._membership.ranks()), self._membership.generation
+        members = dict(self._membership.ranks())
+        generation = self._membership.generation
         chosen = list(members) if ranks is None else ranks
         open_profiles = [each.request.profile for each in self._open.values() if self._is_profiling(each)]
         if any(profile is not None and profile.generation == generation for profile in open_profiles):

@@ -182,7 +182,9 @@ def select_with_newest(requests: list[JoinRequest], most: int) -> list[JoinReque
 
 def replicas_last(requests: list[JoinRequest]) -> list[JoinRequest]:
     """Returns requests with those last whose shards of the newest state others hold, too; otherwise in their order."""
-    newest, held, needed = newest_of(requests), set[int](), list[JoinRequest]()
+    newest = newest_of(requests)
+    held = set[int]()
+    needed = list[JoinRequest]()
     for request in requests:
         own = set() if request.shards is None else {*held_of(request, newest, request.shards.num)}
         if own - held:
