@@ -65,7 +65,8 @@ class AWS:
     def poll(self) -> list[Notice]:
         """Returns the notices that hold now."""
         notices = []
-        if (found := self._get("spot/instance-action")) is not None:
+        found = self._get("spot/instance-action")
+        if found is not None:
             action = found["action"] if found["action"] in ("stop", "hibernate") else "terminate"
             deadline = datetime.fromisoformat(found["time"]).timestamp()
             notices.append(Notice(f"AWS will {action} this machine at {found['time']}", deadline))

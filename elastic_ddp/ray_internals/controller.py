@@ -28,7 +28,6 @@ from ray.train.v2._internal.execution.failure_handling import FailureDecision
 from ray.train.v2._internal.execution.failure_handling.default import DefaultFailurePolicy
 from ray.train.v2._internal.execution.scaling_policy import ResizeDecision
 from ray.train.v2._internal.execution.worker_group import WorkerGroupPollStatus
-from ray.train.v2._internal.execution.worker_group.worker import Worker
 from ray.train.v2.api.exceptions import ControllerError, TrainingFailedError, WorkerGroupError
 
 from elastic_ddp.ray_internals.nodes import draining_nodes
@@ -179,8 +178,10 @@ class ElasticController(TrainController):
         reasons = "\n".join(dict.fromkeys(map(str, failed.values())))
         error = WorkerGroupError(error_message=reasons, worker_failures=failed)
         decision = FailureDecision.RETRY
-        # Ray Train counts decisions, so it makes none for failures that do not count.
-        if any(counts_as_failure(group.get_workers()[rank], directives) for rank in failed):
+        # Ray Train counts decisions, so it makes none for workers that never trained while others do, and on drained
+        # nodes.
+        nodes = [worker.metadata.node_id for worker in group.get_workers()]
+        if any(workers[rank] not in directives.newcomers and nodes[rank] not in directives.avoid for rank in failed):
             decision = self._failure_policy.make_decision(training_failed_error=error)
         if decision != FailureDecision.RETRY:
             return self._execute_failure_decision(decision, training_failed_error=error)
@@ -191,7 +192,8 @@ class ElasticController(TrainController):
             # Ray Train cannot run an empty group. It starts another one as soon as there is capacity.
             drained = WorkerGroupError(error_message="all workers were drained", worker_failures={})
             return self._transition(state, states.RestartingState(training_failed_error=drained))
-        if removed := (failed.keys() | ranks.exited) - replaced:
+        removed = (failed.keys() | ranks.exited) - replaced
+        if removed:
             group.remove(removed)
             self._query_capacity_now = True
         if not ranks.finished:  # otherwise the run is over
@@ -303,11 +305,6 @@ class ElasticController(TrainController):
         )
 
 
-def counts_as_failure(worker: Worker, directives: WorkerDirectives) -> bool:
-    """Returns whether a failed worker counts: not if it never trained while others do, nor if its node is drained."""
-    return actor_id(worker) not in directives.newcomers and worker.metadata.node_id not in directives.avoid
-
-
 def start_failure(error: TrainingFailedError) -> str | None:
     """Returns why a group did not start, or None if this is another error."""
     if isinstance(error, ControllerError) and isinstance(error.controller_failure, WorkerGroupStartupFailedError):
@@ -323,7 +320,8 @@ class CountingFailurePolicy(DefaultFailurePolicy):
     """
 
     def make_decision(self, training_failed_error: TrainingFailedError) -> FailureDecision:
-        if (reason := start_failure(training_failed_error)) is not None:
+        reason = start_failure(training_failed_error)
+        if reason is not None:
             if "No module named" in reason:
                 return FailureDecision.RAISE
             training_failed_error = WorkerGroupError(error_message=reason, worker_failures={})

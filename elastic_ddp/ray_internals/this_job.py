@@ -38,12 +38,14 @@ def this_job() -> str | None:
 
 def record_run(name: str, folder: str) -> None:
     """Adds a run to the metadata of the job whose driver this process is, if any. This process is connected to Ray."""
-    if (job := this_job()) is None:
+    job = this_job()
+    if job is None:
         return
     gcs = _gcs()
     key = _key(job)
     with suppress(ray.exceptions.RayError):  # the GCS is busy: the job is then known by its id alone
-        if (stored := gcs.internal_kv_get(key, _TABLE, ANSWERS_WITHIN_S)) is not None:
+        stored = gcs.internal_kv_get(key, _TABLE, ANSWERS_WITHIN_S)
+        if stored is not None:
             info = json.loads(stored)
             info["metadata"] = {**(info.get("metadata") or {}), RUN + name: folder}
             gcs.internal_kv_put(key, json.dumps(info).encode(), True, _TABLE, ANSWERS_WITHIN_S)
@@ -57,7 +59,8 @@ def recorded_jobs() -> list[JobDetails]:
     prefix = _key("")
     found = []
     for key in gcs.internal_kv_keys(prefix, _TABLE, ANSWERS_WITHIN_S):
-        if (stored := gcs.internal_kv_get(key, _TABLE, ANSWERS_WITHIN_S)) is not None:
+        stored = gcs.internal_kv_get(key, _TABLE, ANSWERS_WITHIN_S)
+        if stored is not None:
             facts = {name: value for name, value in json.loads(stored).items() if name in JobDetails.model_fields}
             name = key.decode().removeprefix(prefix.decode())
             found.append(JobDetails(type=JobType.SUBMISSION, submission_id=name, **facts))

@@ -103,7 +103,8 @@ class ElasticTorchTrainer(DataParallelTrainer):
         get_or_create_autoscaling_coordinator()  # the controller waits for it, and meanwhile it starts
         prefix = placement_group_prefix(self._config.name, uuid.uuid4().hex)
         arguments["failure_policy"] = CountingFailurePolicy(arguments["failure_policy"].failure_config)
-        if isinstance(policy := arguments["scaling_policy"], ElasticScalingPolicy):
+        policy = arguments["scaling_policy"]
+        if isinstance(policy, ElasticScalingPolicy):
             arguments["scaling_policy"] = LimitedScalingPolicy(policy.scaling_config)
         this_node = {NODE_ID: ray.get_runtime_context().get_node_id()}
         # Not in a runtime environment: Ray starts a process that has one with two imports of Ray instead of one.

@@ -159,7 +159,8 @@ class ElasticWorkerGroup(WorkerGroup):
 
     def _reserve(self, selector: dict[str, str] | None) -> PlacementGroup:
         alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]} if self.avoid else set()
-        if avoid := alive.intersection(self.avoid):
+        avoid = alive.intersection(self.avoid)
+        if avoid:
             selector = {**(selector or {}), NODE_ID: f"!in({','.join(sorted(avoid))})"}
         return placement_group(
             [self._worker_group_context.resources_per_worker],
@@ -309,7 +310,8 @@ class ElasticWorkerGroup(WorkerGroup):
         """
         if starting.worker is not None or not ray.wait([starting.pending], timeout=0)[0]:
             return False
-        if (replacement := self.standbys.take(ray.get(starting.pending))) is None:
+        replacement = self.standbys.take(ray.get(starting.pending))
+        if replacement is None:
             return False
         ray.kill(starting.actor)
         starting.actor = replacement.actor
@@ -321,17 +323,19 @@ class ElasticWorkerGroup(WorkerGroup):
 
         Returns the ranks of the workers that were replaced; the ranks of others do not change.
         """
-        workers = self.get_workers()
-        replaced = {rank: new for rank in sorted(ranks) if (new := self._replace(workers[rank])) is not None}
+        workers = list(self.get_workers())
+        replaced = set()
+        for rank in sorted(ranks):
+            worker = workers[rank]
+            ray.kill(worker.actor)
+            replacement = self.standbys.take(worker.metadata)
+            if replacement is not None:
+                self._placement_groups[actor_id(replacement)] = self._placement_groups.pop(actor_id(worker))
+                workers[rank] = replacement
+                replaced.add(rank)
         if replaced:
-            self._set_workers([replaced.get(rank, worker) for rank, worker in enumerate(workers)])
-        return set(replaced)
-
-    def _replace(self, worker: Worker) -> Worker | None:
-        ray.kill(worker.actor)
-        if (replacement := self.standbys.take(worker.metadata)) is not None:
-            self._placement_groups[actor_id(replacement)] = self._placement_groups.pop(actor_id(worker))
-        return replacement
+            self._set_workers(workers)
+        return replaced
 
     def remove(self, ranks: Collection[int]) -> None:
         """Kills workers, dead or alive, and frees their resources at once."""

@@ -177,7 +177,8 @@ class Rendezvous:
         `Coordinator.signals`.
         """
         self._coordinator.update(member, progress, activity)
-        if (signals := self._coordinator.signals(member, generation, received)) == NO_SIGNALS:
+        signals = self._coordinator.signals(member, generation, received)
+        if signals == NO_SIGNALS:
             await self._for_members.wait()
             signals = self._coordinator.signals(member, generation, received)
         return signals

@@ -123,7 +123,8 @@ class Coordinator:
         `after` is the member's last generation, 0 for none; `failure`, `account` and `activity` are of that generation.
         """
         member = request.member.id
-        if isinstance(place := self.place_of(member, after), Assignment) or self.event_log.ended is not None:
+        place = self.place_of(member, after)
+        if isinstance(place, Assignment) or self.event_log.ended is not None:
             return place  # also while the run stops: the other members wait for it
         if self.state.stop and after == 0:
             self.retire(request.member)
@@ -152,9 +153,11 @@ class Coordinator:
         """Returns a member's place in a generation later than `after`, or why it gets none; None if that is open."""
         if self.event_log.ended is not None:
             return Ended(self.event_log.ended)
-        if (assignment := self._formed.get(member)) is not None and assignment.generation > after:
+        assignment = self._formed.get(member)
+        if assignment is not None and assignment.generation > after:
             return assignment
-        return None if (gone := self.membership.why_gone(member)) is None else Ended(gone)
+        gone = self.membership.why_gone(member)
+        return None if gone is None else Ended(gone)
 
     def planned_place_of(self, member: str) -> PlannedAssignment | None:
         """Returns the place that a member may get in the next generation."""
@@ -205,7 +208,10 @@ class Coordinator:
         if self.membership.why_gone(member.id) is None:
             self.event_log.update_progress(progress)
         self._hangs.update(member.id, activity, time.monotonic())
-        (self._standbys.add if activity.place == STANDBY else self._standbys.discard)(member.id)
+        if activity.place == STANDBY:
+            self._standbys.add(member.id)
+        else:
+            self._standbys.discard(member.id)
 
     def signals(self, member: Member, generation: int, received: int) -> Signals:
         """Returns the signals for a member of a generation.
@@ -244,9 +250,11 @@ class Coordinator:
         self._not_joined = {worker: self._not_joined.get(worker, now_s) for worker in not_joined}
         for worker, since_s in self._not_joined.items():
             if now_s - since_s >= timeout_s:
-                how = f"not ready to train {timeout_s:g} s after its start (hang_timeout_s): it hangs in an import or "
-                how += "while it builds the model. Raise hang_timeout_s if that may take longer."
-                self.mark_failed(worker, how)
+                self.mark_failed(
+                    worker,
+                    f"not ready to train {timeout_s:g} s after its start (hang_timeout_s): it hangs in an import or "
+                    "while it builds the model. Raise hang_timeout_s if that may take longer.",
+                )
 
     # Generations.
 
@@ -278,7 +286,8 @@ class Coordinator:
         self._notify_members()
 
     def _record_dismissals(self) -> None:
-        for member, kind in (dismissed := list(self.membership.dismissed.items())[self.state.recorded_dismissals :]):
+        dismissed = list(self.membership.dismissed.items())[self.state.recorded_dismissals :]
+        for member, kind in dismissed:
             self.record(events.WorkerLeft(generation=self.membership.generation, member=member, kind=kind))
         if dismissed:
             self.state.recorded_dismissals += len(dismissed)
@@ -299,7 +308,8 @@ class Coordinator:
         self._check_for_hang(now_s)
         step = self.event_log.progress.get("step", 0)
         timeout_s = self._options.heartbeat_timeout_s
-        if error := self.state.attempts.verdict(step, self.membership, now_s, timeout_s):
+        error = self.state.attempts.verdict(step, self.membership, now_s, timeout_s)
+        if error is not None:
             self._fail_with_commit(error)
         self._snapshot.save(self.state)
 
@@ -347,7 +357,8 @@ class Coordinator:
         ids = [member.id for member in membership.current.members] if membership.current is not None else []
         if membership.failure is not None and (any(map(membership.why_gone, ids)) or not membership.all_wait()):
             return  # a failed member has broken it, or not all have come
-        if error := find_mismatch(self._hangs.idle(ids), len(ids), self._options.num_micro_batches):
+        error = find_mismatch(self._hangs.idle(ids), len(ids), self._options.num_micro_batches)
+        if error is not None:
             self._fail(error)
 
     def _end_hang(self, now_s: float) -> None:

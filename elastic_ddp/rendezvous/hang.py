@@ -80,13 +80,6 @@ def _zero() -> float:
     return 0.0
 
 
-def _none() -> None:
-    return None
-
-
-def _ignore(place: Place) -> None: ...
-
-
 class Activity:
     """What a worker's training thread is doing. That thread updates it; any thread may read it, without a lock."""
 
@@ -98,10 +91,10 @@ class Activity:
         self._thread = threading.get_ident()
         self._section = Section()
         self._num_before = 0
-        self._count: Callable[[], int | None] = _none
+        self._count: Callable[[], int | None] = lambda: None
         self._where = ""
         self._has_failed = False
-        self.on_enter: Callable[[Place], None] = _ignore
+        self.on_enter: Callable[[Place], None] = lambda place: None
         """Called with each place that is entered, in the training thread."""
 
     @property
@@ -152,7 +145,7 @@ class Activity:
     def end_generation(self) -> None:
         """Keeps the last section for reports, while the process group ends."""
         number = self._count()
-        self._count = _none
+        self._count = lambda: None
         if number is not None:
             self._section = self._section._replace(last=number - self._num_before)
 
@@ -241,26 +234,24 @@ class HangDetector:
         reports = {rank: self._last[member][0] for rank, member in enumerate(members) if member in self._last}
         return {rank: report for rank, report in reports.items() if report.is_idle}
 
-    def culprits(self, *, is_broken: bool) -> list[str]:
-        """Returns the members that others wait for; none if all members wait, or no member does. The members of a
-        broken generation should have come to the rendezvous."""
-        waiting = ("rendezvous",) if is_broken else WAITING
-        stuck = [member for member, place in self.places().items() if place not in waiting]
-        return stuck if len(stuck) < len(self._last) else []
-
     def decide(self, *, is_broken: bool) -> Verdict:
-        """Returns what to do about a hang; `is_broken` as in `culprits`."""
+        """Returns what to do about a hang. Members of a broken generation should have come to the rendezvous."""
         places = self.places()
         duration = f"for {self.timeout_s:g} s (hang_timeout_s)"
+        waiting = ("rendezvous",) if is_broken else WAITING
+        stuck = [member for member, place in places.items() if place not in waiting]
+        if 0 < len(stuck) < len(places):
+            culprits = {}
+            for member in stuck:
+                user_code = self._last[member][0].where
+                at = f", at {user_code}," if user_code else ""
+                culprits[member] = f"hung in '{places[member]}'{at} {duration} while others waited for it"
+            return Verdict(culprits)
         where = ", ".join(sorted(set(places.values())))
-        at = [f"rank {rank} at {report.where}" for rank, (report, _) in enumerate(self._last.values()) if report.where]
-        code = f"{shorten(at, 4, '; ')}. " if at else ""
-        if culprits := self.culprits(is_broken=is_broken):
-            hung = {member: f"hung in '{places[member]}'" for member in culprits}
-            for member in culprits:
-                if place := self._last[member][0].where:
-                    hung[member] += f", at {place},"
-            return Verdict({member: f"{how} {duration} while others waited for it" for member, how in hung.items()})
+        user_places = [
+            f"rank {rank} at {report.where}" for rank, (report, _) in enumerate(self._last.values()) if report.where
+        ]
+        code = f"{shorten(user_places, 4, '; ')}. " if user_places else ""
         all_wait = all(place in WAITING for place in places.values())
         # After an abort, members that wait come to the rendezvous, and members that hang do not.
         some_may_wait = len(places) > 1 and any(place in MAY_BE_WAITING for place in places.values())

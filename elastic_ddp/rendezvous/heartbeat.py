@@ -223,7 +223,8 @@ class HeartbeatServer:
                 return _exited(dump) if dump else f"its connection broke: {error}"
             received_at = loop.time()
             text = beats if dump else beats.lstrip(_BEAT + _BUSY + _READY)
-            if states := beats.removesuffix(text).replace(_BEAT, b""):
+            states = beats.removesuffix(text).replace(_BEAT, b"")
+            if states:
                 is_busy = states.endswith(_BUSY)
             dump = (dump + text)[:MAX_DUMP_BYTES]
             if dump == _LEAVES:

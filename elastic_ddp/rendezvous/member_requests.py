@@ -34,25 +34,26 @@ class MemberRequests:
 
     def request_stacks(self) -> int:
         """Asks all workers for the stacks of their threads. Returns the number of the request, for `answers`."""
-        ranked = self._membership.ranks()
+        ranks = {member.id: rank for rank, member in self._membership.ranks()}
         starting = self._state.attempts.starting.values()
-        others = {member.id: member for member in (*self._membership.known(), *starting)}
-        for _, member in ranked:
-            others.pop(member.id, None)
-        unranked = [member for member in others.values() if self._membership.why_gone(member.id) is None]
-        return self._add([*ranked, *((None, member) for member in unranked)])
+        members = {member.id: member for member in (*self._membership.known(), *starting)}
+        alive = [member for member in members.values() if self._membership.why_gone(member.id) is None]
+        return self._add([(ranks.get(member.id), member) for member in alive])
 
     def request_profile(self, ranks: list[int] | None, num_steps: int, memory: bool) -> int | str:
         """Asks ranks, by default all, for traces of the next steps. Returns the request's number, or why that fails."""
         members = dict(self._membership.ranks())
         generation = self._membership.generation
         chosen = list(members) if ranks is None else ranks
-        open_profiles = [each.request.profile for each in self._open.values() if self._is_profiling(each)]
-        if any(profile is not None and profile.generation == generation for profile in open_profiles):
-            return "another profile is not complete yet"  # ranks start together, and would wait for each other
+        for each in self._open.values():
+            profile = each.request.profile
+            is_open = any(self._answer(each, who.id) is None for _, who in each.members)
+            if profile is not None and profile.generation == generation and is_open:
+                return "another profile is not complete yet"  # ranks start together, and would wait for each other
         if not self._membership.is_training():
             return "it does not train at the moment"
-        if missing := [rank for rank in chosen if rank not in members]:
+        missing = [rank for rank in chosen if rank not in members]
+        if missing:
             return f"rank {missing[0]} has just left"
         profile = ProfileRequest(
             generation=generation,
@@ -64,17 +65,13 @@ class MemberRequests:
         return self._add([(rank, members[rank]) for rank in chosen], profile)
 
     def _add(self, members: list[tuple[int | None, Member]], profile: ProfileRequest | None = None) -> int:
-        done = [number for number, each in self._open.items() if not self._is_profiling(each)]
-        for number in done[: max(0, len(self._open) - MAX_OPEN + 1)]:
-            del self._open[number]
+        if len(self._open) == MAX_OPEN:
+            del self._open[min(self._open)]
         self._state.member_requests += 1
         number = self._state.member_requests
         self._open[number] = _Open(MemberRequest(number=number, profile=profile), members)
         self._apply()
         return number
-
-    def _is_profiling(self, each: _Open) -> bool:
-        return each.request.profile is not None and any(self._answer(each, who.id) is None for _, who in each.members)
 
     def _answer(self, each: _Open, member: str) -> Mapping[str, Any] | None:
         """Returns a member's answer, which is an `error` if it is gone; None while that is open."""
@@ -88,7 +85,8 @@ class MemberRequests:
 
     def answer(self, member: Member, number: int, answer: Mapping[str, Any]) -> None:
         """Takes a member's answer to a request: its facts, or an `error`. The first one counts."""
-        if (each := self._open.get(number)) is not None:
+        each = self._open.get(number)
+        if each is not None:
             each.answers.setdefault(member.id, answer)
 
     def answers(self, number: int) -> list[dict[str, Any]] | None:
@@ -96,7 +94,8 @@ class MemberRequests:
 
         A member that failed or left has an `error` as answer. Returns None if the request is not known.
         """
-        if (each := self._open.get(number)) is None:
+        each = self._open.get(number)
+        if each is None:
             return None
         return [
             {"rank": rank, "node": who.node, "pid": who.pid, "id": who.id, "answer": self._answer(each, who.id)}

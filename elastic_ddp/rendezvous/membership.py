@@ -279,7 +279,8 @@ class Membership:
                         self._dismiss(request.member.id)
             return None
         self._fewest = max((request.fewest_workers for request in self._waiting.values()), default=1)
-        if (formed := self._form_for_task(now_s)) is not None:
+        formed = self._form_for_task(now_s)
+        if formed is not None:
             return formed
         survivors = [member.id for member in self._alive()]
         if not survivors and not has_group_joined(self._waiting.values(), now_s):

@@ -84,11 +84,12 @@ class Snapshot:
 
     def save(self, state: State) -> None:
         """Replaces the state file if the state has changed."""
-        if self._state is None or (data := _STATE.dump_json(state, exclude=_EXCLUDED)) == self._saved:
-            return
-        with _unless_removed(self._state):
-            _replace(self._state, data)
-            self._saved = data
+        if self._state is not None:
+            data = _STATE.dump_json(state, exclude=_EXCLUDED)
+            if data != self._saved:
+                with _unless_removed(self._state):
+                    _replace(self._state, data)
+                    self._saved = data
 
     def lines(self) -> list[dict[str, Any]]:
         """Returns all lines appended so far. A torn last line was never acknowledged, and is removed."""
