@@ -1,10 +1,12 @@
-"""Membership: how generations form, and how they end by failures."""
+"""Membership: how generations form, who is in them with which state, and how they end by failures."""
 
 from __future__ import annotations
 
-from elastic_ddp.rendezvous.membership import BATCH_S, LEFT, PROCESS_GONE
+import pytest
+
+from elastic_ddp.rendezvous.membership import BATCH_S, LEFT, PROCESS_GONE, STARTING_WAIT_S
 from elastic_ddp.rendezvous.planner import GROUP_WAIT_S
-from tests.unit.membership_harness import AT_ONCE, BROKEN, FAILED, MembershipHarness, harness_of, ids_of
+from tests.unit.membership_harness import AT_ONCE, BROKEN, FAILED, MembershipHarness, harness_of, ids_of, member
 
 # The first generation.
 
@@ -23,14 +25,6 @@ def test_the_first_generation_waits_for_the_whole_group() -> None:
     assert harness.form() is None
 
 
-def test_a_repeated_join_request_counts_once() -> None:
-    harness = MembershipHarness(size=2)
-    harness.all_join("aa")
-    assert harness.form() is None
-    harness.all_join("b")
-    assert harness.names() == ["a", "b"]
-
-
 def test_the_first_generation_forms_without_late_members() -> None:
     harness = MembershipHarness(size=3)
     harness.all_join("a")
@@ -45,15 +39,6 @@ def test_the_first_generation_keeps_the_order_of_the_group() -> None:
     for name, rank in (("c", 2), ("a", 0), ("b", 1)):
         assert harness.join(name, rank=rank) is None
     assert harness.names() == ["a", "b", "c"]
-
-
-def test_a_member_that_fails_before_the_first_generation_is_not_in_it() -> None:
-    harness = MembershipHarness(size=3)
-    harness.all_join("abc")
-    harness.membership.mark_failed("b", FAILED)
-    assert harness.form() is None
-    harness.now += GROUP_WAIT_S
-    assert harness.names() == ["a", "c"]
 
 
 def test_no_generation_forms_below_min_workers() -> None:
@@ -73,15 +58,6 @@ def test_survivors_below_min_workers_wait_for_newcomers() -> None:
     assert harness.form() is None
     harness.all_join("c")
     assert harness.names() == ["b", "c"]
-
-
-def test_lowering_min_workers_lets_waiting_members_form() -> None:
-    harness = harness_of("ab", min_workers=2)
-    harness.membership.mark_failed("a", FAILED)
-    harness.all_join("b", 3)
-    assert harness.form() is None
-    harness.membership.min_workers = 1
-    assert harness.names() == ["b"]
 
 
 def test_the_wait_counts_from_the_first_join_request() -> None:
@@ -115,16 +91,6 @@ def test_no_generation_forms_until_all_survivors_wait() -> None:
     assert harness.names() == ["a", "b"]
 
 
-def test_waiting_members_form_once_the_last_failure_is_known() -> None:
-    harness = harness_of("abcd")
-    for name in "ab":
-        assert harness.join(name, 5, failure=BROKEN) is None
-    harness.membership.mark_failed("c", FAILED)  # the generation has failed already
-    assert harness.form() is None
-    harness.membership.mark_failed("d", FAILED)
-    assert harness.names() == ["a", "b"]
-
-
 def test_two_failures_at_once_make_one_generation() -> None:
     harness = harness_of("abcd")
     harness.membership.mark_failed("a", FAILED)
@@ -135,16 +101,6 @@ def test_two_failures_at_once_make_one_generation() -> None:
     assert (generation.number, ids_of(generation)) == (2, ["b", "c"])
     assert harness.form() is None
     assert harness.membership.failed() == {"a": FAILED, "d": "no heartbeat for 5 s"}
-
-
-def test_a_member_that_fails_while_it_waits_is_not_waited_for() -> None:
-    harness = harness_of("abc")
-    harness.membership.mark_failed("a", FAILED)
-    harness.all_join("b", 5)
-    harness.membership.mark_failed("b", FAILED)
-    assert harness.form() is None
-    harness.all_join("c", 5)
-    assert harness.names() == ["c"]
 
 
 def test_a_newcomer_that_fails_while_it_waits_ends_no_generation() -> None:
@@ -163,13 +119,6 @@ def test_a_broken_connection_alone_makes_a_generation_of_the_same_members() -> N
     generation = harness.formed()
     assert (generation.number, generation.reason) == (2, "worker failed")
     assert ids_of(generation) == ["a", "b", "c"]
-
-
-def test_the_first_report_of_a_failure_counts() -> None:
-    harness = harness_of("abc")
-    harness.join("a", 5, failure="the first")
-    harness.join("b", 5, failure="the second")
-    assert harness.membership.failure == "the first"
 
 
 def test_a_failure_reported_by_a_newcomer_does_not_end_the_generation() -> None:
@@ -207,28 +156,12 @@ def test_a_member_that_left_is_no_failure_and_is_not_waited_for() -> None:
     harness.membership.mark_failed("a", FAILED)  # its process ends after that
     assert harness.membership.failed() == {}
     assert harness.membership.why_gone("a") == LEFT
-    assert len(harness.membership.known()) == 1
     harness.all_join("b", 5)
     generation = harness.formed()
     assert (ids_of(generation), generation.reason) == (["b"], "workers left")
-
-
-def test_a_failed_member_stays_failed_when_it_retires() -> None:
-    harness = harness_of("ab")
-    harness.membership.mark_failed("a", FAILED)
-    harness.membership.retire("a")
-    assert harness.membership.failed() == {"a": FAILED}
-
-
-def test_training_and_waiting_members_are_known() -> None:
-    harness = harness_of("abc")
-    assert len(harness.membership.known()) == 3
-    harness.all_join("d")
-    assert len(harness.membership.known()) == 4
-    harness.membership.mark_failed("a", FAILED)
+    harness.membership.mark_failed("b", FAILED)
     harness.membership.retire("b")
-    harness.all_join("c", 5)
-    assert len(harness.membership.known()) == 2
+    assert harness.membership.failed() == {"b": FAILED}
 
 
 def test_a_generation_that_is_too_small_ends_after_its_collective_task() -> None:
@@ -271,3 +204,226 @@ def test_pruned_members_stay_gone() -> None:
     assert harness.membership.failed() == {} and not harness.membership.dismissed and harness.membership.leaving == []
     assert harness.join("b", 5) == harness.join("c", 5) == PROCESS_GONE
     assert harness.membership.is_newcomer("d") and not harness.membership.is_newcomer("a")
+
+
+# Newcomers.
+
+
+def test_a_newcomer_waits_until_the_generation_ends_for_it() -> None:
+    harness = harness_of("ab")
+    assert not harness.wants_change
+    harness.all_join("c")
+    assert not harness.wants_change
+    assert harness.form() is None  # no member of the generation waits
+    harness.now += BATCH_S
+    assert harness.wants_change
+    harness.all_join("a", 5)
+    assert harness.form() is None
+    harness.all_join("b", 5)
+    generation = harness.formed()
+    assert ids_of(generation) == ["a", "b", "c"]
+    assert generation.reason == "workers joined"
+    assert not harness.wants_change
+
+
+def test_newcomers_that_fill_the_limit_do_not_wait_for_others() -> None:
+    harness = harness_of("ab", max_workers=4)
+    harness.all_join("c")
+    assert not harness.wants_change
+    harness.all_join("d")
+    assert harness.wants_change
+
+
+def test_no_change_is_wanted_beyond_max_workers() -> None:
+    harness = harness_of("ab", max_workers=2)
+    harness.all_join("c")
+    harness.now += 100 * BATCH_S
+    assert not harness.wants_change
+
+
+def test_newcomers_wait_while_a_survivor_is_in_a_collective_task() -> None:
+    harness = harness_of("abc")
+    harness.all_join("d")
+    harness.membership.mark_failed("a", FAILED)
+    harness.join("b", 5, between_steps=False)
+    harness.join("c", 5)
+    assert harness.names() == ["b", "c"]
+    harness.now += BATCH_S  # they join after the evaluation
+    assert harness.wants_change
+    harness.all_join("bc", 6)
+    assert harness.names() == ["b", "c", "d"]
+
+
+@pytest.mark.parametrize("must_leave", [False, True])
+def test_members_that_lag_wait_while_others_are_inside_a_steps_block(must_leave: bool) -> None:
+    """The state inside a step's block is not that of a step, so it cannot be transferred."""
+    harness = harness_of("abcd")
+    harness.membership.mark_failed("a", FAILED)
+    harness.join("b", 6, between_steps=False, resumable=False)
+    harness.join("c", 5)
+    if must_leave:
+        harness.membership.ask_to_leave("c", AT_ONCE)
+    harness.join("d")
+    generation = harness.formed()
+    assert (generation.ids, generation.in_collective_task, generation.receivers) == ({"b"}, True, ())
+    assert ("c" in harness.membership.dismissed) is must_leave
+    harness.now += BATCH_S
+    assert harness.wants_change
+    harness.join("b", 6)
+    generation = harness.formed()
+    assert ids_of(generation) == ["b", *("" if must_leave else "c"), "d"]
+    assert (generation.source, generation.first_step) == (0, 6)
+    assert generation.receivers == ((1,) if must_leave else (1, 2))
+
+
+def test_all_members_wait_while_they_are_too_few() -> None:
+    harness = harness_of("abc", min_workers=2)
+    assert not harness.membership.all_wait()
+    harness.membership.mark_failed("a", FAILED)
+    harness.membership.mark_failed("b", FAILED)
+    assert not harness.membership.all_wait()
+    harness.all_join("c", 5)
+    assert harness.form() is None and harness.membership.all_wait()
+    harness.all_join("d")
+    assert harness.names() == ["c", "d"]
+    assert not harness.membership.all_wait()
+
+
+def test_newcomers_join_in_order_up_to_max_workers() -> None:
+    harness = harness_of("ab", max_workers=3)
+    for name in "dc":
+        harness.now += 1
+        harness.all_join(name)
+    harness.all_join("ab", 5)
+    assert harness.names() == ["a", "b", "d"]
+    assert not harness.wants_change
+    harness.membership.mark_failed("a", FAILED)
+    harness.all_join("bd", 7)
+    assert harness.names() == ["b", "d", "c"]
+
+
+def planned(harness: MembershipHarness, joining: str | None = None) -> list[str]:
+    """The members of the next generation, in rank order."""
+    newcomer = member(joining, "n") if joining is not None else None
+    places = harness.membership.plan(harness.now, newcomer)
+    assert [rank for rank, _ in sorted(places.values())] == list(range(len(places)))
+    assert all(size == len(places) for _, size in places.values())
+    return sorted(places, key=lambda name: places[name])
+
+
+def test_planned_places_are_those_of_the_next_generation() -> None:
+    harness = harness_of("abc", max_workers=4, nodes={"a": "x", "b": "y", "c": "x"})
+    assert planned(harness) == ["a", "c", "b"]
+    assert planned(harness, joining="d") == ["a", "c", "b", "d"]
+    harness.join("d", node="y")
+    assert planned(harness) == planned(harness, joining="e") == ["a", "c", "b", "d"], "one more fits"
+    harness.membership.ask_to_leave(["c"], AT_ONCE)
+    assert planned(harness, joining="e") == ["a", "b", "d", "e"], "a newcomer replaces the leaving member"
+    harness.all_join("abc", 5)
+    assert harness.names() == ["a", "b", "d"]
+
+
+def test_there_is_no_plan_without_a_healthy_generation() -> None:
+    harness = MembershipHarness(size=2)
+    harness.join("a")
+    assert planned(harness) == planned(harness, joining="b") == [], "no generation has formed"
+    harness = harness_of("ab", min_workers=2)
+    harness.membership.mark_failed("a", FAILED)
+    assert planned(harness, joining="c") == [], "the generation has failed"
+    harness = harness_of("ab")
+    harness.membership.ask_to_leave("ab", AT_ONCE)
+    assert planned(harness) == [], "they commit before they leave"
+
+
+def test_a_newcomer_waits_longer_while_others_are_starting() -> None:
+    harness = harness_of("ab")
+    harness.membership.num_starting = 1
+    harness.all_join("c")
+    harness.now += BATCH_S
+    assert not harness.wants_change
+    harness.now += STARTING_WAIT_S
+    assert harness.wants_change
+    harness.membership.num_starting = 0
+    assert harness.wants_change
+
+
+# The source of the state.
+
+
+def test_the_source_is_the_most_advanced_and_the_others_receive() -> None:
+    harness = harness_of("abcd")
+    harness.membership.mark_failed("d", FAILED)
+    harness.join("a", 5)
+    harness.join("b", 6)
+    harness.join("c", 5)
+    harness.join("e")
+    generation = harness.formed()
+    assert ids_of(generation) == ["a", "b", "c", "e"]
+    assert (generation.source, generation.receivers, generation.first_step) == (1, (0, 2, 3), 6)
+
+
+def test_a_state_of_zero_steps_is_a_state() -> None:
+    harness = harness_of("ab")
+    harness.all_join("ab", 0)
+    harness.join("c")
+    generation = harness.formed()
+    assert (generation.source, generation.receivers, generation.first_step) == (0, (2,), 0)
+
+
+def test_survivors_without_a_state_start_from_the_newest_commit() -> None:
+    harness = harness_of("abc")
+    harness.membership.mark_failed("a", FAILED)
+    harness.all_join("bc", None)
+    generation = harness.formed()
+    assert (generation.source, generation.first_step) == (None, None)
+
+
+# Ranks.
+
+
+def test_ranks_are_adjacent_on_a_node_in_order_of_seniority() -> None:
+    harness = MembershipHarness(size=5)
+    for name, node in (("a", "x"), ("b", "y"), ("c", "x"), ("d", "z"), ("e", "y")):
+        harness.join(name, node=node)
+    assert harness.names() == ["a", "c", "b", "e", "d"]
+
+
+# Reasons.
+
+
+def test_a_generation_of_the_same_members_is_formed_again() -> None:
+    harness = harness_of("ab")
+    harness.all_join("ab", 5)
+    generation = harness.formed()
+    assert generation.reason == "formed again" and generation.same_members
+    harness.all_join("abc", 6)
+    assert not harness.formed().same_members
+
+
+def test_a_dismissed_member_is_known_until_the_controller_has_listed_it() -> None:
+    harness = harness_of("ab", max_workers=3)
+    harness.all_join("c")
+    harness.membership.ask_to_leave("c", AT_ONCE)
+    harness.membership.ask_to_leave("d", AT_ONCE)  # SIGTERM, before it joins
+    harness.membership.prune(["a", "b"])
+    assert list(harness.membership.dismissed) == ["c"]
+    assert harness.join("d") == LEFT, "it got the signal"
+    harness.membership.prune(["a", "b", "c", "d"])
+    assert list(harness.membership.dismissed) == ["c", "d"]
+    harness.membership.prune(["a", "b"])
+    assert not harness.membership.dismissed
+
+
+def test_a_member_is_a_newcomer_until_its_first_step() -> None:
+    harness = harness_of("ab", max_workers=3)
+    assert not harness.membership.is_newcomer("a"), "no worker has trained yet"
+    harness.membership.mark_trained(harness.membership.generation)
+    harness.all_join("c")
+    harness.now += BATCH_S
+    harness.all_join("ab", 5)
+    assert harness.names() == ["a", "b", "c"]
+    harness.membership.mark_trained(harness.membership.generation - 1)
+    assert harness.membership.is_newcomer("c"), "it does not have the state yet"
+    assert not harness.membership.is_newcomer("a")
+    harness.membership.mark_trained(harness.membership.generation)
+    assert not harness.membership.is_newcomer("c")

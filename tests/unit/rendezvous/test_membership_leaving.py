@@ -1,11 +1,11 @@
-"""Membership: how members leave after a drain notice or a resize, and how their state is kept."""
+"""Membership: how members leave after a drain notice or a resize, how their state is kept, and near a deadline."""
 
 from __future__ import annotations
 
 from elastic_ddp.rendezvous.members import DRAIN, RESIZE, DrainNotice
 from elastic_ddp.rendezvous.membership import LEFT, STARTING_WAIT_S
 from elastic_ddp.telemetry.event import WORKER_FAILED
-from tests.unit.membership_harness import AT_ONCE, BROKEN, FAILED, harness_of, ids_of
+from tests.unit.membership_harness import AT_ONCE, BROKEN, FAILED, MembershipHarness, harness_of, ids_of
 
 
 def test_members_that_must_leave_are_not_in_the_next_generation() -> None:
@@ -65,14 +65,6 @@ def test_a_leaving_member_is_kept_if_only_it_holds_the_last_step() -> None:
     assert harness.wants_change
 
 
-def test_a_leaving_member_is_kept_if_it_is_the_only_one() -> None:
-    harness = harness_of("a")
-    harness.membership.ask_to_leave("a", AT_ONCE)
-    harness.all_join("a", 5)
-    generation = harness.formed()
-    assert (ids_of(generation), generation.reason) == (["a"], "workers leave")
-
-
 def test_a_failure_is_the_reason_of_a_handover_generation_after_it() -> None:
     harness = harness_of("ab")
     harness.membership.ask_to_leave("b", AT_ONCE)
@@ -113,15 +105,6 @@ def test_one_of_the_members_that_all_leave_commits_first() -> None:
     assert harness.membership.dismissed == {"b": DRAIN, "a": DRAIN}
 
 
-def test_a_leaving_survivor_commits_below_min_workers() -> None:
-    harness = harness_of("ab", min_workers=2)
-    harness.membership.mark_failed("b", FAILED)
-    harness.join("a", 5, failure=BROKEN)
-    assert harness.form() is None
-    harness.membership.ask_to_leave("a", AT_ONCE)
-    assert harness.names() == ["a"]
-
-
 def test_the_earlier_of_two_deadlines_counts() -> None:
     harness = harness_of("ab", min_workers=2, nodes={"b": "x"})
     assert harness.membership.drain("id of x", DrainNotice(harness.now, 600.0))
@@ -133,14 +116,6 @@ def test_the_earlier_of_two_deadlines_counts() -> None:
     assert harness.wants_change, "half of the minute has passed"
     assert harness.membership.has_time(harness.now, 14.9)
     assert not harness.membership.has_time(harness.now, 15.0)
-
-
-def test_a_generation_knows_whether_its_members_are_the_same() -> None:
-    harness = harness_of("ab")
-    harness.all_join("ab", 5)
-    assert harness.formed().same_members
-    harness.all_join("abc", 6)
-    assert not harness.formed().same_members
 
 
 def test_a_needed_member_stays_for_half_of_its_notice() -> None:
@@ -157,16 +132,6 @@ def test_a_needed_member_stays_for_half_of_its_notice() -> None:
     harness.all_join("c")
     generation = harness.formed()
     assert (ids_of(generation), generation.source) == (["a", "c"], 0)
-
-
-def test_a_member_with_a_notice_leaves_once_a_replacement_waits() -> None:
-    harness = harness_of("ab", min_workers=2, max_workers=2)
-    harness.membership.ask_to_leave("b", DrainNotice(harness.now, 20.0))
-    harness.all_join("c")
-    assert harness.wants_change
-    harness.all_join("ab", 5)
-    assert harness.names() == ["a", "c"]
-    assert harness.membership.dismissed == {"b": DRAIN}
 
 
 def test_a_newcomer_that_replaces_no_one_does_not_end_a_generation() -> None:
@@ -219,14 +184,6 @@ def test_a_member_with_a_notice_of_its_own_leaves_also_after_an_undrain() -> Non
     assert harness.membership.leaving == ["b"]
 
 
-def test_a_newcomer_with_a_notice_leaves_at_once() -> None:
-    harness = harness_of("ab")
-    harness.all_join("c")
-    harness.membership.ask_to_leave("c", AT_ONCE)
-    assert harness.membership.dismissed == {"c": DRAIN}
-    assert not harness.wants_change
-
-
 def test_a_resize_dismisses_the_last_ranks() -> None:
     harness = harness_of("abcd")
     harness.membership.wanted = 2
@@ -249,24 +206,6 @@ def test_a_resized_run_waits_for_a_leaving_member_to_commit() -> None:
     assert harness.join("b", 6, committed=6) is None
     assert harness.names() == ["a"]
     assert harness.membership.dismissed == {"b": DRAIN}
-
-
-def test_a_resize_during_a_failure_keeps_a_holder_of_the_last_step() -> None:
-    harness = harness_of("abc")
-    harness.membership.wanted = 1
-    harness.join("a", 5, failure=BROKEN)
-    harness.join("b", 5)
-    harness.join("c", 6)
-    assert harness.names() == ["c"]
-
-
-def test_a_resize_dismisses_a_waiting_newcomer() -> None:
-    harness = harness_of("abc", max_workers=4)
-    harness.all_join("d")
-    harness.membership.wanted = 2
-    harness.all_join("abc", 5)
-    assert harness.names() == ["a", "b"]
-    assert harness.membership.dismissed == {"c": RESIZE, "d": RESIZE}
 
 
 def test_a_resize_dismisses_surplus_newcomers_while_others_train() -> None:
@@ -296,27 +235,121 @@ def test_a_resize_keeps_a_newcomer_that_replaces_a_leaving_member() -> None:
     assert harness.names() == ["a", "b", "d"]
 
 
-def test_members_leave_after_an_evaluation() -> None:
+def test_a_step_is_interrupted_after_three_quarters_of_a_notice() -> None:
+    harness = harness_of("ab", min_workers=2)
+    harness.membership.ask_to_leave("b", DrainNotice(harness.now, 20.0))
+    harness.now += 14.9
+    assert not harness.membership.interrupt_if_overdue(harness.now)
+    harness.now += 0.1
+    assert harness.membership.interrupt_if_overdue(harness.now)
+    assert not harness.membership.interrupt_if_overdue(harness.now)
+    harness.all_join("abc", 5)
+    generation = harness.formed()
+    assert (ids_of(generation), generation.reason) == (["a", "c"], "workers joined and left")
+
+
+def test_a_notice_interrupts_one_step() -> None:
+    harness = harness_of("ab", min_workers=2)
+    harness.membership.ask_to_leave("b", DrainNotice(harness.now, 20.0))
+    harness.now += 15
+    assert harness.membership.interrupt_if_overdue(harness.now)
+    harness.join("a", 4)
+    harness.join("b", 5, between_steps=False, resumable=False)  # only it can finish its step's block
+    assert harness.names() == ["b"]
+    harness.now += 1
+    assert not harness.membership.interrupt_if_overdue(harness.now)
+
+
+def test_an_overdue_member_leaves_an_evaluation_if_others_hold_the_state() -> None:
     harness = harness_of("abc")
-    harness.membership.ask_to_leave("a", AT_ONCE)
-    harness.membership.mark_failed("c", FAILED)
+    harness.membership.ask_to_leave("b", DrainNotice(harness.now, 20.0))
+    harness.now += 15
+    assert harness.membership.interrupt_if_overdue(harness.now)
+    for name in "abc":
+        harness.join(name, 5, between_steps=False)
+    assert harness.names() == ["a", "c"]
+    assert harness.membership.dismissed == {"b": DRAIN}
+
+
+def interrupt_overdue(harness: MembershipHarness, names: str) -> None:
+    """Gives members a notice, and lets three quarters of it pass."""
+    harness.membership.ask_to_leave(names, DrainNotice(harness.now, 20.0))
+    harness.now += 15
+    assert harness.membership.interrupt_if_overdue(harness.now)
+
+
+def test_an_overdue_last_holder_in_an_evaluation_transfers_the_state() -> None:
+    harness = harness_of("a")
+    harness.all_join("b")
+    interrupt_overdue(harness, "a")
+    harness.join("a", 5, between_steps=False)
+    handover = harness.formed()
+    assert ids_of(handover) == ["a", "b"]
+    assert (handover.handover_only, handover.in_collective_task, handover.source, handover.receivers) == (
+        True,
+        False,
+        0,
+        (1,),
+    )
+    harness.join("a", 5, between_steps=False)
+    harness.join("b", 5)
+    generation = harness.formed()
+    assert (ids_of(generation), generation.source) == (["b"], 0)
+    assert (generation.handover_only, generation.in_collective_task) == (False, False), (
+        "it does not continue the task of a"
+    )
+    assert harness.membership.dismissed == {"a": DRAIN}
+
+
+def test_overdue_members_in_an_evaluation_leave_after_one_commits() -> None:
+    harness = harness_of("abc", min_workers=2)
+    interrupt_overdue(harness, "abc")
+    harness.join("a", 4, between_steps=False)
+    harness.join("b", 5, between_steps=False)
+    harness.join("c", 5, between_steps=False)
+    handover = harness.formed()
+    assert (ids_of(handover), handover.handover_only, handover.receivers) == (["b"], True, ())
+    assert harness.membership.dismissed == {"a": DRAIN, "c": DRAIN}
+    harness.join("b", 5, between_steps=False, committed=5)
+    assert harness.form() is None
+    assert harness.membership.dismissed == {"a": DRAIN, "c": DRAIN, "b": DRAIN}
+    harness.all_join("def")
+    assert harness.formed().source is None
+
+
+def test_a_lagging_member_gets_the_state_and_continues_the_evaluation() -> None:
+    harness = harness_of("ab")
+    harness.all_join("c")
+    interrupt_overdue(harness, "a")
+    harness.join("a", 5, between_steps=False)
+    harness.join("b", 4, between_steps=False)
+    handover = harness.formed()
+    assert (ids_of(handover), handover.receivers) == (["a", "b"], (1,)), "no newcomer joins during the task"
     harness.join("a", 5, between_steps=False)
     harness.join("b", 5, between_steps=False)
-    assert harness.names() == ["a", "b"]
-    assert harness.wants_change
+    generation = harness.formed()
+    assert (ids_of(generation), generation.in_collective_task) == (["b"], True)
+    assert harness.membership.dismissed == {"a": DRAIN}
 
 
-def test_a_member_kept_for_its_state_counts_towards_max_workers() -> None:
-    harness = harness_of("a", max_workers=1)
+def test_a_state_inside_a_steps_block_is_not_transferred() -> None:
+    harness = harness_of("a")
     harness.all_join("b")
-    harness.membership.ask_to_leave("a", AT_ONCE)
-    harness.all_join("a", 5)
-    assert len(harness.formed().members) == 1
+    interrupt_overdue(harness, "a")
+    harness.join("a", 5, between_steps=False, resumable=False)
+    generation = harness.formed()
+    assert (ids_of(generation), generation.handover_only, generation.in_collective_task) == (
+        ["a"],
+        False,
+        True,
+    )
 
 
-def test_a_holder_of_the_newest_state_is_kept_if_all_must_leave() -> None:
-    harness = harness_of("ab")
-    harness.membership.ask_to_leave("ab", AT_ONCE)
-    harness.join("a", 5)
-    harness.join("b", 6, failure=BROKEN)
-    assert harness.formed().first_step == 6
+def test_a_handover_generation_is_not_interrupted() -> None:
+    harness = harness_of("ab", min_workers=2)
+    harness.membership.ask_to_leave("ab", DrainNotice(harness.now, 20.0))
+    harness.now += 10
+    harness.all_join("ab", 5)
+    assert harness.formed().handover_only
+    harness.now += 6
+    assert not harness.membership.interrupt_if_overdue(harness.now)

@@ -77,15 +77,6 @@ def test_a_requested_commit_of_too_few_members_needs_all_shards() -> None:
     assert formed.handover_only and formed.resharding == Resharding(2, ((0,), (1,)), (0, 1))
 
 
-def test_a_state_that_lacks_a_shard_is_lost() -> None:
-    harness = harness_of("abc")
-    harness.all_hold("abc", 5)
-    harness.membership.mark_failed("b", FAILED)
-    formed = harness.formed()
-    assert ids_of(formed) == ["a", "c"]
-    assert (formed.source, formed.first_step, formed.resharding) == (None, None, None)
-
-
 def all_mirror(harness: MembershipHarness, names: str, step: int, *, of: int, **changes: Any) -> None:
     """Members join of a generation of `of`, in which each holds its shard and that of the member before."""
     for name in names:
