@@ -32,33 +32,6 @@ def test_a_repeated_report_is_no_progress() -> None:
     assert detector.is_hung(10.0)
 
 
-def test_the_member_that_others_wait_for_is_the_culprit() -> None:
-    detector = detector_of("a", "b", "c")
-    detector.update("a", ActivityReport(5, "reduction"), 0.0)
-    detector.update("b", ActivityReport(4, "forward"), 0.0)
-    detector.update("c", ActivityReport(9, "rendezvous"), 0.0)
-    assert detector.culprits(is_broken=False) == ["b"]
-
-
-def test_there_is_no_culprit_if_all_members_wait_or_none_does() -> None:
-    detector = detector_of("a", "b")
-    for member in "ab":
-        detector.update(member, ActivityReport(5, "reduction"), 0.0)
-    assert detector.culprits(is_broken=False) == []
-    for member in "ab":
-        detector.update(member, ActivityReport(6, "forward"), 0.0)
-    assert detector.culprits(is_broken=False) == []
-
-
-def test_after_an_abort_members_outside_the_rendezvous_are_culprits() -> None:
-    detector = detector_of("a", "b", "c")
-    detector.update("a", ActivityReport(5, "rendezvous"), 0.0)
-    detector.update("b", ActivityReport(4, "hand-over"), 0.0)
-    detector.update("c", ActivityReport(9, "reduction"), 0.0)
-    assert detector.culprits(is_broken=True) == ["b", "c"]
-    assert detector.culprits(is_broken=False) == []
-
-
 def at(detector: HangDetector, **places: Place) -> HangDetector:
     for member, place in places.items():
         detector.update(member, ActivityReport(5, place), 0.0)
@@ -79,6 +52,12 @@ def test_a_generation_that_may_wait_is_aborted_to_find_the_culprits() -> None:
     verdict = detector.decide(is_broken=False)
     assert not verdict.culprits and verdict.end is None and "in 'data, forward'" in (verdict.failure or "")
     assert [*at(detector, a="rendezvous").decide(is_broken=True).culprits] == ["b"]
+
+
+def test_after_an_abort_members_outside_the_rendezvous_are_culprits() -> None:
+    detector = at(detector_of("a", "b", "c"), a="rendezvous", b="hand-over", c="reduction")
+    assert [*detector.decide(is_broken=True).culprits] == ["b", "c"]
+    assert not detector.decide(is_broken=False).culprits
 
 
 def test_the_run_ends_if_no_member_comes_after_an_abort() -> None:
@@ -104,12 +83,6 @@ def test_a_hang_that_no_member_waits_for_ends_the_run() -> None:
 def test_members_at_the_rendezvous_keep_waiting() -> None:
     verdict = at(detector_of("a", "b"), a="rendezvous", b="rendezvous").decide(is_broken=True)
     assert verdict.end is None and not verdict.culprits
-
-
-def test_a_removed_member_does_not_hang() -> None:
-    detector = detector_of("a")
-    detector.remove("a")
-    assert not detector.is_hung(100.0)
 
 
 def test_an_activity_returns_to_the_previous_place() -> None:

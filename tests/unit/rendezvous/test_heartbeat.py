@@ -20,8 +20,8 @@ from elastic_ddp.rendezvous.heartbeat import Heartbeat, HeartbeatServer
 LIMIT_S = 20.0
 LONG_S = 1000.0
 """A timeout that no test reaches."""
-SHORT_S = 0.3
-BEATING_S = 1.0
+SHORT_S = 0.2
+BEATING_S = 0.7
 """A timeout longer than a loaded machine delays a thread."""
 
 HOST = "127.0.0.1"
@@ -100,34 +100,12 @@ def kill(process: subprocess.Popen[str]) -> None:
 # Failures.
 
 
-def test_a_killed_process_is_detected_at_once() -> None:
-    async def scenario(receiver: Receiver, address: tuple[str, int]) -> None:
-        process = await started_process(address, LONG_S)
-        assert receiver.failures == []
-        kill(process)
-        (failure,) = await receiver.until_failed()  # long before the timeout
-        assert failure[0] == "worker"
-        assert failure[1] == "its process exited" or failure[1].startswith("its connection broke: ")
-
-    run_server(LONG_S, scenario)
-
-
 def test_a_killed_process_is_detected_at_once_while_a_child_of_it_lives_on() -> None:
     async def scenario(receiver: Receiver, address: tuple[str, int]) -> None:
         process = await started_process(address, LONG_S, WITH_A_CHILD)
         process.kill()
         assert await receiver.until_failed() == [("worker", "its process exited")]
         kill(process)  # closes the input of the child
-
-    run_server(LONG_S, scenario)
-
-
-def test_a_process_that_exits_without_a_stop_has_failed() -> None:
-    async def scenario(receiver: Receiver, address: tuple[str, int]) -> None:
-        process = await started_process(address, LONG_S)
-        await asyncio.to_thread(process.communicate)
-        assert process.returncode == 0
-        assert await receiver.until_failed() == [("worker", "its process exited")]
 
     run_server(LONG_S, scenario)
 
@@ -169,39 +147,20 @@ def test_a_reset_connection_is_a_failure() -> None:
     run_server(LONG_S, scenario)
 
 
-def test_a_missing_heartbeat_is_a_failure() -> None:
-    async def scenario(receiver: Receiver, address: tuple[str, int]) -> None:
-        began = time.monotonic()
-        writer = await connected(address, "worker")
-        assert await receiver.until_failed() == [("worker", f"no heartbeat for {SHORT_S} s")]
-        assert time.monotonic() - began >= SHORT_S * 0.9
-        writer.close()
-
-    run_server(SHORT_S, scenario)
-
-
-def test_each_failure_is_reported_once() -> None:
-    async def scenario(receiver: Receiver, address: tuple[str, int]) -> None:
-        writers = [await connected(address, name) for name in ("a", "b", "c")]
-        for writer in writers:
-            writer.close()
-        assert sorted(name for name, _ in await receiver.until_failed(3)) == ["a", "b", "c"]
-
-    run_server(LONG_S, scenario)
-
-
 # No failures.
 
 
 def test_a_stop_is_no_failure() -> None:
     async def scenario(receiver: Receiver, address: tuple[str, int]) -> None:
-        heartbeat = await asyncio.to_thread(Heartbeat, lambda: address, "leaving", BEATING_S)
+        heartbeat = await asyncio.to_thread(Heartbeat, lambda: address, "leaving", LONG_S)
+        while not receiver.server.is_connected("leaving"):
+            await asyncio.sleep(0)
         await asyncio.to_thread(heartbeat.stop)
-        other = await connected(address, "silent")  # it fails later than the other one would
-        assert await receiver.until_failed() == [("silent", f"no heartbeat for {BEATING_S:g} s")]
-        other.close()
+        while receiver.server.is_connected("leaving"):
+            await asyncio.sleep(0)
+        assert receiver.failures == []
 
-    run_server(BEATING_S, scenario)
+    run_server(LONG_S, scenario)
 
 
 def test_a_stop_ends_the_thread_without_a_rendezvous() -> None:
@@ -216,11 +175,10 @@ def test_a_stop_ends_the_thread_without_a_rendezvous() -> None:
     assert not stopper.is_alive()
 
 
-@pytest.mark.parametrize("data", [b"", b"\n"])
-def test_a_connection_without_a_member_reports_no_failure(data: bytes) -> None:
+def test_a_connection_without_a_member_reports_no_failure() -> None:
     async def scenario(receiver: Receiver, address: tuple[str, int]) -> None:
         _, stranger = await asyncio.open_connection(*address)
-        stranger.write(data)
+        stranger.write(b"\n")
         stranger.close()
         worker = await connected(address, "worker")
         worker.close()
@@ -243,12 +201,9 @@ def test_a_busy_process_sends_heartbeats() -> None:
         computing = threading.Thread(target=compute)
         computing.start()
         try:
-            for name in ("first", "second"):  # each takes one timeout
-                writer = await connected(address, name)
-                while name not in dict(receiver.failures):
-                    await receiver.until_failed(len(receiver.failures) + 1)
-                writer.close()
-            assert [name for name, _ in receiver.failures] == ["first", "second"]
+            silent = await connected(address, "silent")
+            assert [name for name, _ in await receiver.until_failed()] == ["silent"], "after one timeout"
+            silent.close()
         finally:
             over.set()
             await asyncio.to_thread(computing.join)
@@ -273,13 +228,6 @@ def test_a_rendezvous_that_was_stopped_reports_no_failure(timeouts: float) -> No
     run_server(BEATING_S, scenario)
 
 
-def test_a_server_is_started_once() -> None:
-    async def scenario(receiver: Receiver, address: tuple[str, int]) -> None:
-        assert await receiver.server.start(HOST) == address
-
-    run_server(LONG_S, scenario)
-
-
 def test_only_the_newest_connection_of_a_member_counts() -> None:
     async def scenario(receiver: Receiver, address: tuple[str, int]) -> None:
         older = await connected(address, "a")
@@ -299,33 +247,25 @@ def test_only_the_newest_connection_of_a_member_counts() -> None:
     run_server(LONG_S, scenario)
 
 
-def test_a_worker_that_has_not_joined_has_a_longer_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Imports and compilers may hold the interpreter lock."""
-    monkeypatch.setattr("elastic_ddp.rendezvous.heartbeat.IDLE_TIMEOUT_S", 4 * SHORT_S)
-    begun = time.monotonic()
-
-    async def scenario(receiver: Receiver, address: tuple[str, int]) -> None:
-        receiver.server._is_awaited = lambda member: member == "awaited"
-        connections = [await connected(address, member) for member in ("starting", "awaited")]
-        assert await receiver.until_failed() == [("awaited", f"no heartbeat for {SHORT_S:g} s")]
-        assert (await receiver.until_failed(2))[1] == ("starting", f"no heartbeat for {4 * SHORT_S:g} s")
-        assert time.monotonic() - begun >= 4 * SHORT_S
-        assert len(connections) == 2
-
-    run_server(SHORT_S, scenario)
-
-
-def test_paused_heartbeats_may_be_late_until_they_continue(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Native code may hold the interpreter lock."""
+def test_a_worker_that_has_not_joined_or_has_paused_its_heartbeats_has_a_longer_timeout(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Imports, compilers and other native code may hold the interpreter lock."""
     monkeypatch.setattr("elastic_ddp.rendezvous.heartbeat.IDLE_TIMEOUT_S", 4 * SHORT_S)
 
     async def scenario(receiver: Receiver, address: tuple[str, int]) -> None:
         begun = time.monotonic()
-        paused, ready = await connected(address, "paused"), await connected(address, "ready")
-        paused.write(b"..<.")
-        ready.write(b".<..>")
-        assert await receiver.until_failed() == [("ready", f"no heartbeat for {SHORT_S:g} s")]
-        assert (await receiver.until_failed(2))[1] == ("paused", f"no heartbeat for {4 * SHORT_S:g} s")
+        receiver.server._is_awaited = lambda member: member != "starting"
+        members = {"starting": b".", "awaited": b".", "paused": b"..<.", "ready": b".<..>"}
+        connections = [await connected(address, member) for member in members]
+        for connection, heartbeats in zip(connections, members.values(), strict=True):
+            connection.write(heartbeats)
+        assert {*await receiver.until_failed(2)} == {
+            (member, f"no heartbeat for {SHORT_S:g} s") for member in ("awaited", "ready")
+        }
+        assert {*(await receiver.until_failed(4))[2:]} == {
+            (member, f"no heartbeat for {4 * SHORT_S:g} s") for member in ("starting", "paused")
+        }
         assert time.monotonic() - begun >= 4 * SHORT_S
 
     run_server(SHORT_S, scenario)
@@ -360,20 +300,18 @@ def test_a_starting_worker_finds_a_restarted_rendezvous() -> None:
 
 def test_a_process_with_many_open_files_sends_heartbeats() -> None:
     """As with a thousand peers."""
-
-    async def scenario(receiver: Receiver, address: tuple[str, int]) -> None:
-        most, hardest = resource.getrlimit(resource.RLIMIT_NOFILE)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (max(most, 2000), hardest))
-        files = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
-        try:
-            heartbeat = await asyncio.to_thread(Heartbeat, lambda: address, "worker", BEATING_S)
+    most, hardest = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(most, 2000), hardest))
+    files = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
+    with socket.create_server((HOST, 0)) as listener:
+        heartbeat = Heartbeat(listener.getsockname, "worker", SHORT_S)
+        connection, _ = listener.accept()
+        with connection:
+            connection.settimeout(LIMIT_S)
             assert heartbeat._connection.fileno() >= 1024
-            with pytest.raises(TimeoutError):
-                await asyncio.wait_for(receiver.until_failed(), 2 * BEATING_S)
-            await asyncio.to_thread(heartbeat.stop)
-        finally:
-            for file in files:
-                os.close(file)
-            resource.setrlimit(resource.RLIMIT_NOFILE, (most, hardest))
-
-    run_server(BEATING_S, scenario)
+            while not connection.recv(64).endswith(b"."):
+                pass
+            heartbeat.stop()
+    for file in files:
+        os.close(file)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, hardest))

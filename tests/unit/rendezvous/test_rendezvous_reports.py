@@ -16,7 +16,7 @@ from elastic_ddp.rendezvous.actor import Rendezvous
 from elastic_ddp.rendezvous.event_log import EventLog
 from elastic_ddp.rendezvous.heartbeat import Heartbeat
 from elastic_ddp.rendezvous.membership import LEFT
-from elastic_ddp.rendezvous.messages import NO_SIGNALS, DriverUpdate, Ended, RendezvousOptions, Signals
+from elastic_ddp.rendezvous.messages import NO_SIGNALS, Ended, RendezvousOptions, Signals
 from elastic_ddp.rendezvous.snapshot import Snapshot
 from elastic_ddp.telemetry.events import StepsCompleted
 from tests.unit.ledger_events import ledger_event
@@ -69,13 +69,6 @@ def test_the_driver_waits_for_news(play: Play, long_polls: None) -> None:
     play(scenario)
 
 
-def test_a_driver_without_news_gets_an_answer_within_a_poll(play: Play) -> None:
-    async def scenario(rendezvous: Rendezvous) -> None:
-        assert await rendezvous.wait_for_update(0) == DriverUpdate([], {}, None, 0, False)
-
-    play(scenario)
-
-
 def test_a_stop_reaches_waiting_workers_and_no_worker_joins(play: Play, long_polls: None) -> None:
     async def scenario(rendezvous: Rendezvous) -> None:
         await started(rendezvous)
@@ -122,17 +115,6 @@ def test_the_first_outcome_counts_and_ends_the_run_for_all(play: Play, long_poll
         assert await join(rendezvous, member("a", 2)) == Ended("failed")
         assert (await rendezvous.wait_for_update(2)).outcome == news.outcome  # at once
         joining.cancel()
-
-    play(scenario)
-
-
-def test_a_waiting_member_learns_of_the_end_on_its_next_request(play: Play) -> None:
-    async def scenario(rendezvous: Rendezvous) -> None:
-        await started(rendezvous)
-        joining = asyncio.create_task(join(rendezvous, member("a", 0), after=1, step=9))
-        await rendezvous.end(member("a", 0), None, {"status": "finished"})
-        answers = [await joining, await join(rendezvous, member("a", 0), after=1, step=9)]
-        assert answers[-1] == Ended("finished")
 
     play(scenario)
 
@@ -303,19 +285,6 @@ def test_delivered_events_leave_the_snapshot(tmp_path: Path, monkeypatch: pytest
     assert second.after(1000) == [ledger_event("commit_succeeded", step=1000)]
     assert second.last(StepsCompleted) == ledger_event("steps_completed", step=1000)
     assert not second.add(ledger_event("again"), "a0", 1001), "a repeated call adds nothing"
-
-
-def test_the_outcome_survives_a_restart(play: Play, tmp_path: Path) -> None:
-    options = RendezvousOptions(min_workers=1, max_workers=4, heartbeat_timeout_s=30.0, snapshot_folder=str(tmp_path))
-
-    async def first_life(rendezvous: Rendezvous) -> None:
-        await rendezvous.end(member("a", 0), None, {"status": "finished", "steps": 9})
-
-    async def second_life(rendezvous: Rendezvous) -> None:
-        assert (await rendezvous.wait_for_update(0)).outcome == {"status": "finished", "steps": 9}
-
-    play(first_life, options)
-    play(second_life, options)
 
 
 def test_an_event_has_its_time_by_the_clock_of_the_driver_whatever_a_workers_clock_shows(play: Play) -> None:
