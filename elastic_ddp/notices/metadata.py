@@ -67,9 +67,8 @@ class AWS:
         notices = []
         found = self._get("spot/instance-action")
         if found is not None:
-            action = found["action"] if found["action"] in ("stop", "hibernate") else "terminate"
             deadline = datetime.fromisoformat(found["time"]).timestamp()
-            notices.append(Notice(f"AWS will {action} this machine at {found['time']}", deadline))
+            notices.append(Notice(f"AWS will {found['action']} this machine at {found['time']}", deadline))
         try:
             found = self._get("events/recommendations/rebalance")
             if found is not None:
@@ -87,11 +86,7 @@ class AWS:
             if error.code != 401 or not self.responds():  # the token has expired
                 raise
             answer = _fetch(f"{self.url}/latest/meta-data/{path}", {_TOKEN: self._token})
-        if answer is None:
-            return None
-        fields = json.loads(answer)
-        if not isinstance(fields, dict):
-            raise ValueError(f"{path} is {answer!r:.80}, not a JSON object")
+        fields: dict[str, str] | None = None if answer is None else json.loads(answer)
         return fields
 
 

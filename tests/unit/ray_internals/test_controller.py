@@ -180,12 +180,6 @@ def test_the_group_restarts_when_the_last_training_worker_fails(controller: Any)
     assert arguments["training_failed_error"].worker_failures.keys() == {1}
 
 
-def test_one_failure_too_many_ends_the_run_although_others_train(controller: Any) -> None:
-    controller._failure_policy.make_decision.return_value = FailureDecision.RAISE
-    assert poll(controller, FakeGroup("abc"), NONE, failed="b") is mock.sentinel.failure
-    assert controller._execute_failure_decision.call_args.args == (FailureDecision.RAISE,)
-
-
 def test_a_dismissed_worker_is_removed_when_it_has_returned_or_is_overdue(controller: Any, clock: Clock) -> None:
     group = FakeGroup("abc")
     directives = NONE._replace(dismissed=["a", "b"], limit=1)
@@ -338,12 +332,12 @@ def test_no_standby_is_used_on_a_drained_node_at_the_end_or_above_the_limit(
     assert str(group) == "ab"
 
 
-def test_one_failure_too_many_ends_the_run_although_a_standby_waits(with_standbys: Any) -> None:
+def test_one_failure_too_many_ends_the_run_although_others_train_and_a_standby_waits(with_standbys: Any) -> None:
     with_standbys._failure_policy.make_decision.return_value = FailureDecision.RAISE
     group = FakeGroup("abc")
     group.standbys.waiting = 1
     assert poll(with_standbys, group, NONE, failed="b") is mock.sentinel.failure
-    assert str(group) == "abc"
+    assert with_standbys._execute_failure_decision.call_args.args == (FailureDecision.RAISE,) and str(group) == "abc"
 
 
 def test_standbys_start_on_undrained_nodes_while_all_workers_train(with_standbys: Any) -> None:

@@ -4,61 +4,73 @@ from __future__ import annotations
 
 import os
 import pwd
-import subprocess
-import sys
 import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import ray
+from ray._private.authentication.authentication_token_setup import ensure_token_if_auth_enabled
+from ray._raylet import AuthenticationTokenLoader, Config
 
 from elastic_ddp import ElasticTrainer
 from elastic_ddp.errors import ConfigError
-from elastic_ddp.ray_internals.private_token import init_ray
+from elastic_ddp.ray_internals.private_token import enable_token, init_ray
 
-START = """
-import os, ray
-from ray._private.authentication.authentication_token_setup import ensure_token_if_auth_enabled
-from ray._raylet import AuthenticationTokenLoader
-from elastic_ddp.ray_internals.private_token import init_ray
-ray.init = ensure_token_if_auth_enabled  # what fails in it
-init_ray()
-assert AuthenticationTokenLoader.instance().has_token(ignore_auth_mode=True)
-print(os.environ.get("RAY_AUTH_TOKEN_PATH"))
-"""
-FIND = """
-import os
-import pwd
-from elastic_ddp.ray_internals.private_token import enable_token
-enable_token()
-print(os.environ.get("RAY_AUTH_TOKEN_PATH"))
-"""
+PATH = "RAY_AUTH_TOKEN_PATH"
 
 
-def run(code: str, **environment: str) -> str:
-    clean = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
-    env = {**clean, "PYTHONPATH": os.getcwd(), "RAY_AUTH_MODE": "token", **environment}
-    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
+@pytest.fixture
+def process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
+    """Acts as a new process with a home folder: it knows no token. `ray.init` stops after it has prepared its token."""
+    loader = AuthenticationTokenLoader.instance()
+    monkeypatch.setattr(ray, "init", ensure_token_if_auth_enabled)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
+    def begin(home: str) -> None:
+        for name in [name for name in os.environ if name.startswith("RAY_")]:
+            monkeypatch.delenv(name)
+        monkeypatch.setenv("HOME", home)
+        monkeypatch.setenv("RAY_AUTH_MODE", "token")
+        Config.initialize("")
+        loader.reset_cache()
+
+    yield begin
+    os.environ.pop(PATH, None)
+    monkeypatch.undo()
+    Config.initialize("")
+    loader.reset_cache()
 
 
-def test_ray_starts_without_a_home_folder_and_other_processes_find_its_token(tmp_path: Path) -> None:
-    nowhere = {"HOME": "/dev/null", "TMPDIR": str(tmp_path)}
-    assert run(FIND, **nowhere) == "None"
-    path = run(START, **nowhere)
-    assert Path(path).parents[1] == tmp_path and len(Path(path).read_text()) == 64
-    assert (os.stat(path).st_mode & 0o777, os.stat(Path(path).parent).st_mode & 0o777) == (0o600, 0o700)
-    assert run(FIND, **nowhere) == run(START, **nowhere) == path
+def test_ray_starts_without_a_home_folder_and_other_processes_find_its_token(
+    tmp_path: Path, process: Callable[[str], None]
+) -> None:
+    process("/dev/null")
+    enable_token()
+    assert PATH not in os.environ, "there is no token"
+    init_ray()
+    token = Path(os.environ[PATH])
+    assert token.parents[1] == tmp_path and len(token.read_text()) == 64
+    assert (token.stat().st_mode & 0o777, token.parent.stat().st_mode & 0o777) == (0o600, 0o700)
+    for find in (enable_token, init_ray):
+        process("/dev/null")
+        find()
+        assert os.environ[PATH] == str(token) and AuthenticationTokenLoader.instance().has_token(ignore_auth_mode=True)
     (tmp_path / ".ray").mkdir()
     (tmp_path / ".ray/auth_token").write_text("a" * 64)
-    assert run(FIND, HOME=str(tmp_path), TMPDIR=str(tmp_path)) == "None", "the home folder has a token"
+    process(str(tmp_path))
+    enable_token()
+    assert PATH not in os.environ, "the home folder has a token"
 
 
-def test_the_token_that_ray_creates_is_readable_by_its_user_alone(tmp_path: Path) -> None:
-    assert run(START, HOME=str(tmp_path)) == "None"
-    assert os.stat(tmp_path / ".ray/auth_token").st_mode & 0o777 == 0o600
+def test_the_token_that_ray_creates_is_readable_by_its_user_alone(
+    tmp_path: Path, process: Callable[[str], None]
+) -> None:
+    process(str(tmp_path))
+    init_ray()
+    assert PATH not in os.environ
+    assert (tmp_path / ".ray/auth_token").stat().st_mode & 0o777 == 0o600
 
 
 def test_a_folder_that_others_can_write_gets_no_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from hypothesis import given
-from hypothesis import strategies as st
+import itertools
+
+import pytest
 
 from elastic_ddp.ray_internals.worker_states import WorkerStates, classify_workers
 from elastic_ddp.rendezvous.messages import WorkerDirectives
@@ -67,23 +68,17 @@ def test_a_run_is_over_when_all_workers_that_were_not_dismissed_have_finished() 
     assert not classify(NONE._replace(dismissed=["a", "b", "c"]), ended={0, 1, 2}).run_is_over, "all were drained"
 
 
-RANKS = st.sets(st.integers(0, 2))
-NAMES = st.sets(st.sampled_from("abc"))
-
-
-@given(RANKS, RANKS, NAMES, NAMES, st.booleans(), st.booleans())
-def test_every_worker_has_one_state_and_trains_unless_there_is_a_reason(
-    ended: set[int], failed: set[int], presumed_dead: set[str], dismissed: set[str], is_over: bool, overdue: bool
-) -> None:
-    directives = NONE._replace(
-        failed=dict.fromkeys(presumed_dead, "silent"), dismissed=sorted(dismissed), is_over=is_over
-    )
-    states = classify(directives, ended, failed, overdue)
-    assert states.exited <= states.dismissed
-    assert not states.finished & (states.dismissed | states.failed.keys())
-    unaffected = {
-        rank for rank, name in enumerate("abc") if rank not in ended | failed and name not in presumed_dead | dismissed
-    }
-    training = states.all - states.finished - states.dismissed - states.failed.keys()
-    assert training == unaffected, "the reasons are a function that has ended, and a directive of the rendezvous"
-    assert states.none_trains == (not training)
+@pytest.mark.parametrize("is_over", [False, True])
+def test_a_worker_trains_unless_its_function_has_ended_or_the_rendezvous_has_removed_it(is_over: bool) -> None:
+    for has_ended, has_failed, is_presumed_dead, is_dismissed in itertools.product([False, True], repeat=4):
+        states = classify(
+            NONE._replace(
+                failed={"a": "it is silent"} if is_presumed_dead else {}, dismissed=["a"] * is_dismissed
+            )._replace(is_over=is_over),
+            ended={0} if has_ended else set(),
+            failed={0} if has_failed else set(),
+        )
+        assert states.exited <= states.dismissed
+        assert not states.finished & (states.dismissed | states.failed.keys())
+        training = states.all - states.finished - states.dismissed - states.failed.keys()
+        assert (0 in training) != (has_ended or has_failed or is_presumed_dead or is_dismissed)
