@@ -62,14 +62,10 @@ class _ResourceRequest(ScalingConfig):
     """The node of each running worker."""
 
     def _label_selector_per_worker(self, num_workers: int) -> list[dict[str, str]] | None:
-        configured = super()._label_selector_per_worker(num_workers)
         if not self.nodes:
-            return configured
-        selectors = [dict(selector) for selector in configured or [{}] * num_workers]
-        selectors += [{} for _ in range(num_workers - len(selectors))]  # Ray Train's list ends at `max_workers`
-        for selector, node in zip(selectors, self.nodes, strict=False):
-            selector[NODE_ID] = node
-        return selectors
+            return None
+        selectors = [{NODE_ID: node} for node in self.nodes[:num_workers]]
+        return selectors + [{} for _ in range(num_workers - len(selectors))]
 
 
 class LimitedScalingPolicy(ElasticScalingPolicy):

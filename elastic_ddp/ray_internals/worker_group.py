@@ -154,18 +154,15 @@ class ElasticWorkerGroup(WorkerGroup):
     def _create_placement_group(
         self, scaling_config: Any, worker_group_context: WorkerGroupContext
     ) -> _PlacementGroups:
-        selectors: list[Any] = worker_group_context.label_selector or [None] * worker_group_context.num_workers
-        return _PlacementGroups([self._reserve(selector) for selector in selectors])
+        return _PlacementGroups([self._reserve() for _ in range(worker_group_context.num_workers)])
 
-    def _reserve(self, selector: dict[str, str] | None) -> PlacementGroup:
+    def _reserve(self) -> PlacementGroup:
         alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]} if self.avoid else set()
         avoid = alive.intersection(self.avoid)
-        if avoid:
-            selector = {**(selector or {}), NODE_ID: f"!in({','.join(sorted(avoid))})"}
         return placement_group(
             [self._worker_group_context.resources_per_worker],
             strategy="PACK",
-            bundle_label_selector=[selector] if selector else None,
+            bundle_label_selector=[{NODE_ID: f"!in({','.join(sorted(avoid))})"}] if avoid else None,
             name=self.placement_group_prefix + uuid.uuid4().hex,
         )
 
@@ -204,10 +201,8 @@ class ElasticWorkerGroup(WorkerGroup):
         return len(self._starting)
 
     def request(self, num_workers: int) -> None:
-        selectors = self._worker_group_context.label_selector
         for _ in range(num_workers):
-            placement_group = self._reserve(selectors[0] if selectors else None)
-            self._starting.append(StartingWorker(placement_group, time.monotonic()))
+            self._starting.append(StartingWorker(self._reserve(), time.monotonic()))
 
     def limit_starting(self, num_workers: int) -> None:
         """Cancels the newest starting workers if there are more than `num_workers`."""

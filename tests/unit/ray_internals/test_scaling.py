@@ -137,8 +137,8 @@ def test_a_group_that_did_not_start_is_tried_with_the_workers_for_which_resource
     assert isinstance(again, ResizeDecision) and again.num_workers == 4, "what is free is known late after a failure"
 
 
-def a_policy(**scaling: Any) -> LimitedScalingPolicy:
-    policy = LimitedScalingPolicy(ScalingConfig(num_workers=(1, 4), resources_per_worker=CPU, **scaling))
+def a_policy() -> LimitedScalingPolicy:
+    policy = LimitedScalingPolicy(ScalingConfig(num_workers=(1, 4), resources_per_worker=CPU))
     policy._coordinator_client = autoscaling_coordinator_client.TrainAutoscalingCoordinatorClient("run")
     return policy
 
@@ -164,10 +164,3 @@ def test_resources_of_running_workers_are_requested_on_their_nodes(requests: moc
     assert policy.update(2, **NO_NODES)
     policy._send_resource_request()
     assert requests.call_args.kwargs["label_selectors"] is None
-
-
-def test_label_selectors_of_the_configuration_are_kept(requests: mock.Mock) -> None:
-    policy = a_policy(label_selector={"zone": "b"})
-    assert policy.update(2, **NO_NODES | {"nodes": ["one"]})
-    policy._send_resource_request()
-    assert requests.call_args.kwargs["label_selectors"] == [{"zone": "b", "ray.io/node-id": "one"}, {"zone": "b"}]
