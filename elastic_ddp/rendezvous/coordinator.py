@@ -228,8 +228,8 @@ class Coordinator:
             failed_generation=generation if is_current and membership.failure is not None else None,
             reconfigure=reconfigure,
             planned=self.planned_place_of(member.id) if reconfigure and membership.has_time(now_s, PREPARE_S) else None,
-            commit=self.state.open_request,
-            verify=self.state.open_verify_request if is_current else 0,
+            commit=self.state.commit_requests.open,
+            verify=self.state.verify_requests.open if is_current else 0,
             requests=self.member_requests.of(member.id, received),
         )
 
@@ -260,9 +260,10 @@ class Coordinator:
 
     def form(self) -> None:
         """Forms the next generation if possible."""
-        if self.state.open_request and self.membership.all_wait() and self.membership.has_committed():
-            self._fulfill_requests(self.state.requests)  # too few workers train, and their state is committed
-        self.membership.commit_wanted = bool(self.state.open_request)
+        requests = self.state.commit_requests
+        if requests.open and self.membership.all_wait() and self.membership.has_committed():
+            self._fulfill_requests(requests.newest)  # too few workers train, and their state is committed
+        self.membership.commit_wanted = bool(requests.open)
         formed = self.membership.form(time.monotonic())
         self._record_dismissals()
         if formed is None:
@@ -317,8 +318,8 @@ class Coordinator:
         """Ends the run, once members that wait for others have committed their state."""
         membership = self.membership
         if membership.all_wait() and not membership.has_committed():
-            if not self.state.open_request:
-                self.state.requests += 1
+            if not self.state.commit_requests.open:
+                self.state.commit_requests.newest += 1
             self._apply_request()
         current = membership.current
         if not (membership.is_training() and current is not None and current.handover_only):
@@ -392,13 +393,13 @@ class Coordinator:
             self.membership.ask_to_leave([member.id], DrainNotice(time.monotonic(), within_s))
             self._apply_request()
 
-    def drain(self, node: str, within_s: float, by: str = "a person") -> list[str]:
+    def drain(self, node: str, within_s: float) -> list[str]:
         """Asks the workers of a node, given by its address or Ray's id, to leave within a number of seconds. Returns
         Ray's ids of the node; none if it has no worker of the run."""
         members = self.membership.known()
         node_ids = sorted({member.node_id for member in members if node in (member.node, member.node_id)})
         for node_id in node_ids:
-            self._drain(node_id, within_s, by)
+            self._drain(node_id, within_s, "a person")
         return node_ids
 
     def _drain(self, node_id: str, within_s: float, by: str) -> None:
@@ -444,9 +445,9 @@ class Coordinator:
 
     def checkpoint(self) -> int:
         """Asks for a commit at the next step boundary. Returns the number of the request, for `committed`."""
-        self.state.requests += 1
+        self.state.commit_requests.newest += 1
         self._apply_request()
-        return self.state.requests
+        return self.state.commit_requests.newest
 
     def committed(self, request: int) -> int | None:
         """Returns the steps done in the commit that fulfilled a request; None without one.
@@ -455,12 +456,12 @@ class Coordinator:
         """
         if not self.membership.known() and self._last_commit is not None and self.event_log.ended != "failed":
             self._fulfill_requests(request)  # no member holds a newer state
-        return None if self.state.fulfilled_requests < request else self._last_commit
+        return None if self.state.commit_requests.fulfilled < request else self._last_commit
 
     def _fulfill_requests(self, newest: int) -> None:
         """Marks all commit requests up to this one as fulfilled."""
-        if newest > self.state.fulfilled_requests:
-            self.state.fulfilled_requests = newest
+        if newest > self.state.commit_requests.fulfilled:
+            self.state.commit_requests.fulfilled = newest
             self._snapshot.save(self.state)
             self._notify_members()
 
@@ -471,13 +472,13 @@ class Coordinator:
             return 'only strategy = "ddp" with reduction = "canonical" has bits to compare'
         if current is None or len(current.members) < 2:
             return "fewer than two workers train now, and one alone has nothing to compare. Ask again when more do"
-        self.state.verify_requests += 1
+        self.state.verify_requests.newest += 1
         self._apply_request()
-        return self.state.verify_requests
+        return self.state.verify_requests.newest
 
     def verified(self, request: int) -> str | None:
         """Returns what the requested step found, "" if all bits were equal; None if it has not been done."""
-        return None if self.state.verified_requests < request else self.state.verified
+        return None if self.state.verify_requests.fulfilled < request else self.state.verified
 
     # The controller and the driver.
 
@@ -596,10 +597,10 @@ class Coordinator:
                 self.state.failed_saves = 0
                 self._fulfill_requests(event.request or 0)
             case events.StepVerified(request=request) | events.CorruptionFound(request=request) if (
-                request and request > self.state.verified_requests
+                request and request > self.state.verify_requests.fulfilled
             ):
                 text = event.text if isinstance(event, events.CorruptionFound) else ""
-                self.state.verified_requests = request
+                self.state.verify_requests.fulfilled = request
                 self.state.verified = text
             case events.CommitFailed():
                 self._saver = ""

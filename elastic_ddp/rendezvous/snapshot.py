@@ -21,20 +21,30 @@ from elastic_ddp.rendezvous.membership import Membership
 
 
 @dataclass
+class Requests:
+    """Numbered requests of users."""
+
+    newest: int = 0
+    fulfilled: int = 0
+    """The newest one that is fulfilled, as are all before it."""
+
+    @property
+    def open(self) -> int:
+        """The newest request if it is not fulfilled yet, otherwise 0."""
+        return self.newest if self.newest > self.fulfilled else 0
+
+
+@dataclass
 class State:
     """The state that outlives the rendezvous process."""
 
     membership: Membership
     stop: bool = False
     """Whether the run was asked to commit and stop."""
-    requests: int = 0
-    """Number of commit requests so far."""
-    fulfilled_requests: int = 0
-    """Number of those that are fulfilled. A commit fulfills all requests made before it started."""
-    verify_requests: int = 0
-    """Number of requests for a verified step so far."""
-    verified_requests: int = 0
-    """Number of those that are answered, by `verified`."""
+    commit_requests: Requests = field(default_factory=Requests)
+    """A commit fulfills all requests made before it started."""
+    verify_requests: Requests = field(default_factory=Requests)
+    """Requests for a verified step."""
     verified: str = ""
     """What the newest requested step found."""
     restored: int = 0
@@ -48,16 +58,6 @@ class State:
     attempts: Attempts = field(default_factory=Attempts)
     """Failures since the run last made progress."""
     shortfall: Shortfall = field(default_factory=Shortfall)
-
-    @property
-    def open_request(self) -> int:
-        """The newest commit request if it is not fulfilled yet, otherwise 0."""
-        return self.requests if self.requests > self.fulfilled_requests else 0
-
-    @property
-    def open_verify_request(self) -> int:
-        """The newest request for a verified step if it is not answered yet, otherwise 0."""
-        return self.verify_requests if self.verify_requests > self.verified_requests else 0
 
 
 _STATE = TypeAdapter(State)
