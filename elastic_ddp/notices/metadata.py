@@ -27,12 +27,12 @@ _GCP_MAINTENANCE_S = 60.0
 """Seconds from GCP's notice to host maintenance; an hour on some machine types."""
 
 FAILURES = (OSError, HTTPException, ValueError, LookupError)
-"""What a request raises: no connection or a status such as 503, and responses that cannot be read."""
+"""Errors of a request: no connection, a status like 503, and responses that cannot be read."""
 
 
 @dataclass(frozen=True)
 class Notice:
-    """What a cloud announces for this machine."""
+    """An announcement of a cloud for this machine."""
 
     text: str
     """A sentence without its full stop."""

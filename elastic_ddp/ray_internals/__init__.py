@@ -33,7 +33,7 @@ def check_ray_version() -> None:
 
 
 def check_home_folder() -> None:
-    """Raises ConfigError for a user without a home folder, such as a container's that is not in /etc/passwd.
+    """Raises ConfigError for a user without a home folder, as in a container whose user is not in /etc/passwd.
 
     Without one the import of Ray Train fails.
     """

@@ -1,7 +1,7 @@
 """A token for clusters of this machine where the home folder, in which Ray keeps it, cannot be written.
 
-Containers often have such a home folder. Every process of the same user on this machine finds the token again, such as
-`elastic-ddp status`.
+Containers often have such a home folder. Every process of the same user on this machine (`elastic-ddp status`,
+for example) finds the token again.
 """
 
 from __future__ import annotations

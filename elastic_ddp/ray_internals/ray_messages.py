@@ -106,7 +106,7 @@ class RayMessages:
             self._take(source_of(batch), own)
         if others and batch["is_err"]:
             self._print({**batch, "lines": others}, ignore_prefix)
-        elif others:  # Ray would drop lines of workers that differ in numbers only, such as ranks
+        elif others:  # Ray would drop lines of workers that differ in numbers (ranks) only
             _ray_worker.print_worker_logs({**batch, "lines": others}, Tolerant(sys.stdout), ignore_prefix)
 
     def _route_record(self, handler: Any, record: logging.LogRecord) -> None:
@@ -128,7 +128,7 @@ class RayMessages:
                     is_first = True
                 self._file.write(text)
                 self._file.flush()
-        except OSError:  # such as a full disk
+        except OSError:  # a full disk, for example
             is_shown = True
         if is_first:
             self._note(f"Ray's own messages are in {self._path} (ELASTIC_DDP_VERBOSE=1 shows them here, too)")

@@ -80,7 +80,7 @@ class LimitedScalingPolicy(ElasticScalingPolicy):
     num_avoided = 0
     """Workers that fit on the nodes to avoid."""
     _free: Mapping[str, ResourceDict] | None = None
-    """What is free on each node, while the size of a group is decided after one that has not started."""
+    """Free resources of each node, while the size of a group is decided after one that has not started."""
     _has_tried = False
     """Whether a group was to start, and none has run since."""
 

@@ -73,7 +73,7 @@ class _PlacementGroups(PlacementGroupHandle):
 
 
 def release_placement_groups(prefix: str) -> None:
-    """Removes placement groups. Ray keeps those of a killed controller until the driver's process ends."""
+    """Removes placement groups. Ray keeps groups of a killed controller until the driver's process ends."""
     for group in placement_group_table().values():
         if group["name"].startswith(prefix) and group["state"] != "REMOVED":
             remove_placement_group(get_placement_group(group["name"]))

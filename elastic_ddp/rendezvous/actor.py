@@ -237,7 +237,7 @@ class Rendezvous:
             try:
                 self._coordinator.tick()
                 self._clean_store(self._coordinator.membership.generation)
-            except Exception:  # such as a full disk, which may be temporary
+            except Exception:  # a full disk, for example, may be temporary
                 _log.exception("a periodic check of the rendezvous failed")
 
     def _clean_store(self, generation: int) -> None:

@@ -1,4 +1,4 @@
-"""What failures mean for a run: whether it makes no progress, and how long it has fewer workers. No Ray, no clock."""
+"""Failures of a run: whether it makes no progress, and how long it has fewer workers. No Ray, no clock."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class FailedAttempt:
     node_lives: bool
     """Whether its node has survived it. Only then the program may be the cause."""
     cause: str = ""
-    """What Ray reports about the end of the process."""
+    """Ray's report about the end of the process."""
 
 
 @dataclass
@@ -124,7 +124,7 @@ class Attempts:
             step = membership.waiting_step
         starting = [member for member in self.starting.values() if membership.why_gone(member.id) is None]
         live_nodes = {member.node_id for member in (*membership.known(), *starting)}
-        # Workers of a node that loses its power fall silent together, but those that start have a longer timeout.
+        # Workers of a node that loses its power fall silent together, but starting workers have a longer timeout.
         silence_s = max(heartbeat_timeout_s, IDLE_TIMEOUT_S) * (1 + 1 / BEATS_PER_TIMEOUT) + SETTLE_S
         settled = [
             attempt

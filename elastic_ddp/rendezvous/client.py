@@ -47,7 +47,7 @@ class RendezvousClient:
         self._rendezvous = rendezvous
         self._progress: dict[str, Any] | None = None
         self.activity = Activity()
-        """What the training thread is doing; that thread updates it."""
+        """The work of the training thread, which updates it."""
         self.signals = NO_SIGNALS
         """The newest signals for this worker."""
         self._generation = 0

@@ -72,7 +72,7 @@ class EventLog:
             self._rate.add(time.monotonic(), progress.get("step", 0), progress.get("samples", 0))
 
     def by_own_clock(self, event: Event, sender: str, sent_at: float) -> Event:
-        """Returns an event with its time by the clock of this machine, the driver's, and not by that of its sender.
+        """Returns an event with its time by the clock of this machine, the driver's, instead of its sender's.
 
         `sent_at` is the sender's time as it sends the event; 0 if that is unknown.
         """

@@ -22,7 +22,7 @@ Waiting = Literal["reduction", "rendezvous", "hand-over", "collective", "leaving
 MaybeWaiting = Literal["forward", "backward", "optimizer", "evaluation", "between steps"]
 """Places where it may wait for peers: FSDP gathers parameters there, or user code runs a collective."""
 Place = Literal["start", "warm-up", "standby", "data", "commit", Waiting, MaybeWaiting]
-"""What the training thread of a worker is doing."""
+"""Places of a worker's training thread."""
 WAITING: tuple[Place, ...] = get_args(Waiting)
 MAY_BE_WAITING: tuple[Place, ...] = get_args(MaybeWaiting)
 STORING: Place = "commit"
@@ -48,11 +48,11 @@ class Section(NamedTuple):
     last: int = 0
     """Number of collectives begun in the generation so far."""
     is_users: bool = False
-    """Whether collectives in it are those of the training function."""
+    """Whether the training function runs the collectives in it."""
 
 
 class ActivityReport(NamedTuple):
-    """What a worker is doing, and how far it got."""
+    """A worker's place, and its progress there."""
 
     number: int
     """Increases whenever the worker enters a place or completes a part of its work there."""
@@ -67,7 +67,7 @@ class ActivityReport(NamedTuple):
 
     @property
     def progress(self) -> tuple[int, Place, float]:
-        """What changes whenever the worker makes progress."""
+        """The part of the report that changes whenever the worker makes progress."""
         return self[:3]
 
 
@@ -81,7 +81,7 @@ def _zero() -> float:
 
 
 class Activity:
-    """What a worker's training thread is doing. That thread updates it; any thread may read it, without a lock."""
+    """The work of a worker's training thread. That thread updates it; any thread may read it, without a lock."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._report = AT_THE_START
@@ -189,7 +189,7 @@ class Activity:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What to do about a hang. One field is set."""
+    """The consequence of a hang. One field is set."""
 
     culprits: Mapping[str, str] = field(default_factory=dict)
     """Members that count as failed, and how they failed."""
@@ -292,9 +292,9 @@ def find_mismatch(
 ) -> TrainFunctionError | None:
     """Returns the error of ranks that wait for each other at different places; None if there are none.
 
-    All ranks begin the same collectives in the same order. A rank numbers those that it begins in a generation, and
+    All ranks begin the same collectives in the same order. A rank numbers its collectives of a generation, and
     knows in which section of the program it begins each. Messages between two ranks have no numbers. If two ranks begin
-    collectives of one number in different sections, such as an evaluation and the reduction of a step, the ranks wait
+    collectives of one number in different sections (an evaluation, and the reduction of a step), the ranks wait
     for each other forever.
 
     Ranks at the same place are compared by their numbers of collectives, once all have begun one of the same number: a

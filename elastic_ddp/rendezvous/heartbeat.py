@@ -56,7 +56,7 @@ class Heartbeat:
         self._thread.start()
 
     def report_crashes(self) -> None:
-        """Makes a signal that ends this process, such as SIGSEGV, send the Python stacks over the connection."""
+        """Makes a signal that ends this process (SIGSEGV, for example) send the Python stacks over the connection."""
         self._reports_crashes = True
         faulthandler.enable(self._connection.fileno())
         os.register_at_fork(after_in_child=lambda: faulthandler.enable(_STDERR))

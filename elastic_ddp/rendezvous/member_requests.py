@@ -79,7 +79,7 @@ class MemberRequests:
         return each.answers.get(member) or (None if gone is None else {"error": gone.partition("\n")[0]})
 
     def of(self, member: str, after: int) -> tuple[MemberRequest, ...]:
-        """Returns the requests to a member that it has not received: those with numbers above `after`."""
+        """Returns the requests to a member that it has not received, with numbers above `after`."""
         new = [each for number, each in self._open.items() if number > after]
         return tuple(each.request for each in new if any(who.id == member for _, who in each.members))
 

@@ -73,7 +73,7 @@ class JoinRequest:
     updates: int = 0
     """Updates done of the step after these, if it has several."""
     between_steps: bool
-    """Whether new members can join it; False inside a collective task such as an evaluation, which only the members
+    """Whether new members can join it; False inside a collective task (an evaluation), which only the members
     that started it can finish."""
     resumable: bool = True
     """Whether another member can continue from its state; False inside a step's block and after the loop."""

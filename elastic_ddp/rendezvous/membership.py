@@ -369,7 +369,7 @@ class Membership:
         return [member for _, member in self.ranks()]
 
     def _split(self) -> tuple[list[str], list[str]]:
-        """Ids of those that stay, and of those that must leave."""
+        """Returns the ids of current members that stay, and of members that must leave."""
         alive = [member.id for member in self._alive()]
         return [id for id in alive if id not in self._leaving], [id for id in alive if id in self._leaving]
 

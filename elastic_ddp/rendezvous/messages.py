@@ -1,4 +1,4 @@
-"""What the rendezvous returns to members, to the driver and to the controller."""
+"""Messages of the rendezvous to members, to the driver and to the controller."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class MemberRequest:
 
 @dataclass(frozen=True)
 class Signals:
-    """What the rendezvous asks of a member of a generation."""
+    """Signals for a member of a generation."""
 
     stop: bool = False
     """Commit and stop at the next step boundary."""
@@ -73,7 +73,7 @@ NO_SIGNALS = Signals()
 
 
 class DriverUpdate(NamedTuple):
-    """What the driver receives on each poll."""
+    """The driver's news on each poll."""
 
     events: list[Event]
     progress: dict[str, Any]
@@ -91,7 +91,7 @@ class DriverUpdate(NamedTuple):
 
 
 class WorkerDirectives(NamedTuple):
-    """What the controller does about its workers. Workers are named by the ids of their actors."""
+    """Instructions to the controller. Workers are named by the ids of their actors."""
 
     failed: dict[str, str]
     """Failed members, and how they failed."""

@@ -46,7 +46,7 @@ class State:
     verify_requests: Requests = field(default_factory=Requests)
     """Requests for a verified step."""
     verified: str = ""
-    """What the newest requested step found."""
+    """The finding of the newest requested step."""
     restored: int = 0
     """The newest generation in which no member held a state, so that it started from the newest commit."""
     failed_saves: int = 0

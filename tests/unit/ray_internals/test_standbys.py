@@ -21,7 +21,7 @@ DIED = RayActorError(
     "with a connection error code 2. End of file. Some common causes include: (1) the process was killed by the OOM "
     "killer"
 )
-"""What Ray raises if a process was killed."""
+"""Ray's error if a process was killed."""
 
 
 def metadata(node_id: str, *gpus: str) -> ActorMetadata:
@@ -34,9 +34,9 @@ class FakeRay:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.killed: list[str] = []
         self.answers: dict[str, Any] = {}
-        """What `take_place` returns or raises, by node; True by default."""
+        """Answers or errors of `take_place` by node; True by default."""
         self.statuses: dict[str, Any] = {}
-        """What `poll_status` returns or raises, by node."""
+        """Answers or errors of `poll_status` by node."""
         self.places: list[tuple[list[str], int]] = []
         """The GPUs and the process that each taken place had."""
         self.is_launched = True

@@ -242,7 +242,7 @@ def test_newcomers_wait_while_a_survivor_is_in_a_collective_task() -> None:
 
 @pytest.mark.parametrize("must_leave", [False, True])
 def test_members_that_lag_wait_while_others_are_inside_a_steps_block(must_leave: bool) -> None:
-    """The state inside a step's block is not that of a step, so it cannot be transferred."""
+    """The state inside a step's block is not the state of a step, so it cannot be transferred."""
     harness = harness_of("abcd")
     harness.membership.mark_failed("a", FAILED)
     harness.join("b", 6, between_steps=False, resumable=False)

@@ -276,7 +276,7 @@ class History:
         if steps and max(steps) > self.stored:
             assert formed.first_step == max(steps), "the newest state counts"
         if formed.source is not None and formed.receivers:
-            assert members[formed.source].resumable, "its state is that of a step"
+            assert members[formed.source].resumable, "it sends the state of a step"
         for worker in members:
             worker.waits = False
         if self.may_fail_while_forming and self.random.random() < 0.1:

@@ -198,7 +198,7 @@ def test_a_resized_run_waits_for_a_leaving_member_to_commit() -> None:
     harness = harness_of("ab")
     harness.membership.wanted = 1
     harness.membership.ask_to_leave("b", AT_ONCE)
-    harness.membership.mark_failed("nobody", FAILED)
+    harness.membership.mark_failed("unknown", FAILED)
     harness.join("a", 5, failure=BROKEN)
     harness.join("b", 6, failure=BROKEN)
     handover = harness.formed()

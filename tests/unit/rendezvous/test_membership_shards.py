@@ -78,7 +78,7 @@ def test_a_requested_commit_of_too_few_members_needs_all_shards() -> None:
 
 
 def all_mirror(harness: MembershipHarness, names: str, step: int, *, of: int, **changes: Any) -> None:
-    """Members join of a generation of `of`, in which each holds its shard and that of the member before."""
+    """Members join of a generation of `of`, in which each holds its shard and the shard of the member before."""
     for name in names:
         number = "abcdefgh".index(name)
         assert harness.join(name, step, shards=Shards(of, (number, (number - 1) % of)), **changes) is None

@@ -40,7 +40,7 @@ ENDED = 2**22 + 1
 
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """What initializes CUDA; it records the GPUs that this process sees then."""
+    """Initializes CUDA; it records the GPUs that this process sees then."""
     initialize = mock.Mock(side_effect=lambda: os.environ["CUDA_VISIBLE_DEVICES"])
     monkeypatch.setattr(torch._C, "_cuda_init", initialize, raising=False)
     monkeypatch.setattr("elastic_ddp.torch_internals.has_used_cuda", lambda: False)
