@@ -316,8 +316,7 @@ def find_mismatch(
     places = []
     for name, at in ranks.items():
         where = next((f", at {reports[rank].where}" for rank in at if reports[rank].where), "")
-        listed = ", ".join(map(str, at[:8])) + (", …" if len(at) > 8 else "")
-        places.append(f"rank{'s' if len(at) > 1 else ''} {listed} in {name}{where}")
+        places.append(f"rank{'s' if len(at) > 1 else ''} {shorten([*map(str, at)], 8)} in {name}{where}")
     in_block = any(section.is_users and section.name.startswith("step ") for section in sections)
     if in_block and num_micro_batches % world_size:
         advice = (

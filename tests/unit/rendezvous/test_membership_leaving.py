@@ -18,15 +18,6 @@ def test_members_that_must_leave_are_not_in_the_next_generation() -> None:
     assert (generation.reason, generation.receivers) == ("workers left", ())
 
 
-def test_the_reason_names_joins_and_leaves() -> None:
-    harness = harness_of("ab", max_workers=2)
-    harness.all_join("c")
-    harness.membership.ask_to_leave("a", AT_ONCE)
-    harness.all_join("ab", 5)
-    generation = harness.formed()
-    assert (ids_of(generation), generation.reason) == (["b", "c"], "workers joined and left")
-
-
 def test_the_last_holder_of_the_state_transfers_it_and_then_leaves() -> None:
     harness = harness_of("ab", max_workers=3)
     harness.membership.ask_to_leave("ab", AT_ONCE)
@@ -74,20 +65,6 @@ def test_a_failure_is_the_reason_of_a_handover_generation_after_it() -> None:
     assert (generation.handover_only, generation.reason) == (True, WORKER_FAILED)
 
 
-def test_members_that_all_leave_go_once_the_state_is_committed() -> None:
-    harness = harness_of("ab")
-    harness.membership.ask_to_leave("ab", AT_ONCE)
-    harness.join("a", 5, committed=5)
-    harness.join("b", 5)
-    assert harness.form() is None
-    assert harness.membership.dismissed == {"a": DRAIN, "b": DRAIN}
-    assert harness.membership.failed() == {}
-    harness.all_join("cd")
-    generation = harness.formed()
-    assert ids_of(generation) == ["c", "d"]
-    assert (generation.source, generation.number) == (None, 2)
-
-
 def test_one_of_the_members_that_all_leave_commits_first() -> None:
     harness = harness_of("ab", min_workers=2)
     harness.membership.ask_to_leave("ab", AT_ONCE)
@@ -102,7 +79,10 @@ def test_one_of_the_members_that_all_leave_commits_first() -> None:
     assert harness.membership.dismissed == {"b": DRAIN}
     harness.join("a", 5, committed=5)
     assert harness.form() is None
-    assert harness.membership.dismissed == {"b": DRAIN, "a": DRAIN}
+    assert harness.membership.dismissed == {"b": DRAIN, "a": DRAIN} and harness.membership.failed() == {}
+    harness.all_join("cd")
+    generation = harness.formed()
+    assert (ids_of(generation), generation.source, generation.number) == (["c", "d"], None, 3)
 
 
 def test_the_earlier_of_two_deadlines_counts() -> None:

@@ -73,14 +73,11 @@ def test_standbys_start_when_all_workers_have_completed_a_step_of_their_generati
     play(scenario, OPTIONS)
 
 
-@pytest.mark.parametrize("is_ready", [False, True])
 @pytest.mark.parametrize("is_drained", [False, True])
-def test_the_failure_of_a_standby_is_recorded_as_such_unless_its_node_drains(
-    play: Play, is_drained: bool, is_ready: bool
-) -> None:
+def test_the_failure_of_a_standby_is_recorded_as_such_unless_its_node_drains(play: Play, is_drained: bool) -> None:
     async def scenario(rendezvous: Rendezvous) -> None:
         await started(rendezvous)
-        await (stand_by(rendezvous) if is_ready else rendezvous.heartbeat_address(STANDBY))
+        await stand_by(rendezvous)
         if is_drained:
             await rendezvous.supervise(["a0", "a1"], 0, {"id1": 30.0})
         await rendezvous._on_failure("s1", "killed")
