@@ -220,13 +220,6 @@ def test_newcomers_that_fill_the_limit_do_not_wait_for_others() -> None:
     assert harness.wants_change
 
 
-def test_no_change_is_wanted_beyond_max_workers() -> None:
-    harness = harness_of("ab", max_workers=2)
-    harness.all_join("c")
-    harness.now += 100 * BATCH_S
-    assert not harness.wants_change
-
-
 def test_newcomers_wait_while_a_survivor_is_in_a_collective_task() -> None:
     harness = harness_of("abc")
     harness.all_join("d")

@@ -59,16 +59,6 @@ def test_delivered_events_are_deleted() -> None:
     assert [event.step for event in log.after(5)] == [6] and log.num_events == 6
 
 
-def test_the_driver_waits_for_news(play: Play, long_polls: None) -> None:
-    async def scenario(rendezvous: Rendezvous) -> None:
-        driver = asyncio.create_task(rendezvous.wait_for_update(0))
-        await until_blocked(driver)
-        await report(rendezvous, [ledger_event("commit_succeeded", step=7)], None)
-        assert [event.step for event in (await driver).events] == [7]
-
-    play(scenario)
-
-
 def test_a_stop_reaches_waiting_workers_and_no_worker_joins(play: Play, long_polls: None) -> None:
     async def scenario(rendezvous: Rendezvous) -> None:
         await started(rendezvous)
