@@ -15,14 +15,18 @@ from tests.unit.rendezvous_harness import Play, at_place, events_of, join, joine
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("elastic_ddp.rendezvous.actor.TICK_S", 0.02)
-    monkeypatch.setattr("elastic_ddp.rendezvous.coordinator.STACKS_WITHIN_S", 0.2)
+    monkeypatch.setattr("elastic_ddp.rendezvous.coordinator.STACKS_WITHIN_S", 0.1)
 
 
 def hang_options(timeout_s: float) -> RendezvousOptions:
     return RendezvousOptions(min_workers=1, max_workers=4, heartbeat_timeout_s=30.0, hang_timeout_s=timeout_s)
 
 
-def test_a_hanging_worker_fails_after_all_have_recorded_their_stacks(play: Play) -> None:
+def test_a_hanging_worker_fails_after_all_have_recorded_their_stacks(
+    play: Play, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("elastic_ddp.rendezvous.coordinator.STACKS_WITHIN_S", 0.5)
+
     async def scenario(rendezvous: Rendezvous) -> None:
         await rendezvous.heartbeat_address()
         await started(rendezvous)
@@ -66,7 +70,7 @@ def test_workers_that_come_after_an_abort_continue(play: Play) -> None:
         assert (first.culprits, second.culprits) == ([], ["a1"])
         assert list((await rendezvous.supervise(["a0", "a1"], 0, {})).failed) == ["a1"]  # type: ignore[union-attr]
 
-    play(scenario, hang_options(0.2))
+    play(scenario, hang_options(0.3))
 
 
 def test_a_training_function_in_which_all_workers_hang_ends_the_run(play: Play) -> None:
