@@ -101,8 +101,8 @@ class LimitedStorage(Storage):
         with self._limit.throttle(len(data)):
             super().write(key, data)
 
-    def read(self, key: str, max_bytes: int | None = None) -> bytes:
-        data = super().read(key, max_bytes)
+    def read(self, key: str) -> bytes:
+        data = super().read(key)
         with self._limit.throttle(len(data)):
             self.num_bytes += len(data)
         return data

@@ -9,9 +9,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from elastic_ddp.checkpoint.manifest import MAX_MANIFEST_BYTES, Commit, committed_steps, manifest_key, set_aside_key
+from elastic_ddp.checkpoint.manifest import Commit, committed_steps, manifest_key, set_aside_key
 from elastic_ddp.checkpoint.pieces import pieces_of
-from elastic_ddp.checkpoint.reader import allocate_state, build_state, meta_tensors, read_pieces, read_twice
+from elastic_ddp.checkpoint.reader import allocate_state, build_state, read_pieces, read_twice
 from elastic_ddp.checkpoint.record import different_runs
 from elastic_ddp.errors import CheckpointError, StorageError, shorten
 from elastic_ddp.storage.folder import Entry
@@ -63,17 +63,17 @@ class CommitCatalog:
             tensors, targets = allocate_state(commit, components)
             for _ in read_pieces(self._storage, pieces_of(commit, tensors), targets):
                 pass
-            return build_state(commit, skeleton, tensors, components)
+            return build_state(skeleton, tensors, components)
 
     def verify(self, commit: Commit) -> None:
-        """Reads and verifies every byte of a commit, and checks that they make up a state.
+        """Reads and verifies every byte of a commit.
 
         Raises:
-            CheckpointError: an object is missing or does not verify, or the contents are not a state.
+            CheckpointError: an object is missing or does not verify.
             FileNotFoundError: the commit was removed meanwhile.
         """
         with self._unless_removed(commit):
-            build_state(commit, self.skeleton(commit), meta_tensors(commit))
+            self.skeleton(commit)
             for _ in read_pieces(self._storage, pieces_of(commit, commit.tensors)):
                 pass
 
@@ -95,7 +95,7 @@ class CommitCatalog:
 
         def read() -> bytes:
             try:
-                data = self._storage.read(commit.state.key, commit.state.size)
+                data = self._storage.read(commit.state.key)
             except FileNotFoundError as error:
                 raise CheckpointError(f"{commit.state.key} is missing") from error
             commit.state.check(data)
@@ -187,9 +187,7 @@ class CommitCatalog:
     def _manifest_at(self, step: int) -> Commit | Bad | None:
         key = manifest_key(step)
         try:
-            return read_twice(
-                self._storage, key, lambda: Commit.from_bytes(key, self._storage.read(key, MAX_MANIFEST_BYTES))
-            )
+            return read_twice(self._storage, key, lambda: Commit.from_bytes(key, self._storage.read(key)))
         except FileNotFoundError:
             return None
         except CheckpointError as error:

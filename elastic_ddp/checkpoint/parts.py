@@ -1,34 +1,26 @@
-"""What each rank wrote of a commit, and how the parts of all ranks become one commit."""
+"""The part of a commit that each rank wrote, and the assembly of all parts into one commit."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel
 
 from elastic_ddp.checkpoint.manifest import Skeleton, StoredBlock, StoredObject, StoredTensor
 from elastic_ddp.checkpoint.replica_check import Sample, check_replicas
-from elastic_ddp.errors import CheckpointError, ReplicasDifferError, format_validation_error, shorten
+from elastic_ddp.errors import CheckpointError, ReplicasDifferError, shorten
 
 TensorKind = tuple[str, tuple[int, ...]]
 """Name of the dtype and shape of a tensor."""
 
 
-class WrittenBlock(BaseModel, frozen=True):
-    """A block, and the tensor that it belongs to."""
-
-    tensor: str
-    dtype: str
-    shape: tuple[int, ...]
-    block: StoredBlock
-
-
 class Part(BaseModel, frozen=True):
-    """What one rank wrote of a commit."""
+    """The part of a commit that one rank wrote."""
 
     objects: tuple[StoredObject, ...]
-    blocks: tuple[WrittenBlock, ...]
-    """Their `object` is an index into `objects` of this part."""
+    tensors: dict[str, StoredTensor]
+    """By name, with the blocks that this rank wrote. Their `object` is an index into `objects` of this part."""
     state: Skeleton | None = None
     """Only from rank 0."""
     bytes_of_rank_0: int = 0
@@ -43,7 +35,7 @@ def assemble(
     """Returns the objects and tensors of a commit.
 
     Args:
-        parts: what each rank wrote, in rank order.
+        parts: the parts of all ranks, in rank order.
         expected: the tensors that the state of rank 0 has, by name.
 
     Raises:
@@ -51,34 +43,41 @@ def assemble(
         ReplicasDifferError: ranks hold different values where they must be equal.
     """
     sizes = [part.bytes_of_rank_0 for part in parts]
-    if rank := next((rank for rank, size in enumerate(sizes) if size != sizes[0]), None):
+    rank = next((rank for rank, size in enumerate(sizes) if size != sizes[0]), None)
+    if rank is not None:
         raise CheckpointError(
             f"registered state has {sizes[0]} bytes of tensors on rank 0 and {sizes[rank]} on rank {rank}. Give "
             "run.register the same tensors and arrays on every rank"
         )
     objects: list[StoredObject] = []
-    blocks: dict[str, list[StoredBlock]] = {}
+    blocks: dict[str, list[StoredBlock]] = {name: [] for name in expected}
     for rank, part in enumerate(parts):
-        for written in part.blocks:
+        for name, written in part.tensors.items():
             kind = (written.dtype, written.shape)
-            if (wanted := expected.get(written.tensor, kind)) != kind:
+            wanted = expected.get(name)
+            if wanted is None:
+                raise CheckpointError(f"{name} on rank {rank} is not in the state of rank 0")
+            if wanted != kind:
                 raise ReplicasDifferError(
-                    f"{written.tensor} is {wanted} on rank 0 and {kind} on rank {rank}. The training function must "
+                    f"{name} is {wanted} on rank 0 and {kind} on rank {rank}. The training function must "
                     "prepare tensors of the same dtype and shape on every rank"
                 )
-            stored = written.block.model_copy(update={"object": len(objects) + written.block.object})
-            blocks.setdefault(written.tensor, []).append(stored)
+            for block in written.blocks:
+                blocks[name].append(block.model_copy(update={"object": len(objects) + block.object}))
         objects += part.objects
-    if different := sorted(blocks.keys() ^ expected.keys()):
-        raise CheckpointError(f"tensors are missing, or not in the state of rank 0: {shorten(different, 5)}")
     check_replicas(part.samples for part in parts)
-    try:
-        tensors = {
-            name: StoredTensor(dtype=dtype, shape=shape, blocks=tuple(blocks[name]))
-            for name, (dtype, shape) in expected.items()
-        }
-    except ValidationError as error:
-        reason = format_validation_error(error)
-    else:
-        return tuple(objects), tensors
-    raise CheckpointError(f"ranks did not write every block of the state exactly once: {reason}")
+    incomplete = [name for name, (_, shape) in expected.items() if not _covers(blocks[name], shape)]
+    if incomplete:
+        raise CheckpointError(f"ranks did not write every block exactly once of {shorten(incomplete, 5)}")
+    return tuple(objects), {
+        name: StoredTensor(dtype=dtype, shape=shape, blocks=tuple(blocks[name]))
+        for name, (dtype, shape) in expected.items()
+    }
+
+
+def _covers(blocks: Sequence[StoredBlock], shape: tuple[int, ...]) -> bool:
+    """Returns whether blocks that one plan has cut from a tensor of this shape are all there, each of them once."""
+    filled = [block for block in blocks if math.prod(block.sizes)]
+    num_elements = sum(math.prod(block.sizes) for block in filled)
+    is_complete = bool(blocks) and num_elements == math.prod(shape)
+    return is_complete and len({block.offsets for block in filled}) == len(filled)

@@ -14,19 +14,12 @@ from typing import NamedTuple
 import torch
 from zlib_ng import zlib_ng
 
-from elastic_ddp.checkpoint.manifest import (
-    ALIGNMENT,
-    MAX_BLOCK_BYTES,
-    Commit,
-    StoredBlock,
-    StoredTensor,
-    padded,
-)
-from elastic_ddp.checkpoint.planning import Box, narrowed
+from elastic_ddp.checkpoint.manifest import ALIGNMENT, Commit, StoredBlock, StoredTensor, padded
+from elastic_ddp.checkpoint.planning import BLOCK_BYTES, Box, narrowed
 from elastic_ddp.errors import CheckpointError
 from elastic_ddp.tensors import host_memory
 
-MAX_PIECE_BYTES = MAX_BLOCK_BYTES + (1 << 20)
+MAX_PIECE_BYTES = BLOCK_BYTES + (1 << 20)
 """Neighboring blocks form a piece of at most this size: a few large blocks, and small ones between them (an optimizer's
 step counts)."""
 LONE_BLOCK_BYTES = 8 << 20
@@ -137,12 +130,6 @@ class Targets:
             kind = boxes, part
             if kind not in planned:
                 planned[kind] = {offsets: copy for offsets, sizes in boxes if (copy := _overlap(offsets, sizes, part))}
-                if sum(math.prod(copy.sizes) for copy in planned[kind].values()) != math.prod(part.sizes):
-                    # Not a CheckpointError: the commit is intact, but the requested layout does not fit it.
-                    raise RuntimeError(
-                        f"{name} has the shape {stored.shape}; there is no part of shape {tuple(part.sizes)} at "
-                        f"{tuple(part.offsets)} in it"
-                    )
             self._copies |= {(name, offsets): copy for offsets, copy in planned[kind].items()}
 
     def needs(self, name: str, block: StoredBlock) -> bool:

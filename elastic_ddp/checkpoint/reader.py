@@ -18,23 +18,20 @@ import torch
 from elastic_ddp.checkpoint.manifest import Commit, padded
 from elastic_ddp.checkpoint.pieces import MAX_PIECE_BYTES, Piece, Targets
 from elastic_ddp.checkpoint.planning import local_boxes
-from elastic_ddp.errors import CheckpointError, ConfigError, StorageError, format_exception
+from elastic_ddp.errors import CheckpointError, ConfigError, StorageError
 from elastic_ddp.storage.storage import Storage
 from elastic_ddp.tensors import host_memory
 from elastic_ddp.tensors.dtensor import is_dtensor, shard_of
-from elastic_ddp.tensors.state_tree import Layout, unflatten
+from elastic_ddp.tensors.state_tree import Layout, dtype_of, unflatten
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 _log = logging.getLogger(__name__)
 
-POSITION = "position"
-"""The component of a run's state with the number of steps done."""
 PIECES_READ_AHEAD = 8
 """Pieces that are being read, or were read and are not used yet."""
 MEMORY_BYTES = host_memory.total_bytes()
-
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -145,7 +142,6 @@ def allocate_state(
     This rank holds a shard of the tensors for which `layout` has a DTensor of the stored shape.
 
     Raises:
-        CheckpointError: the commit lists tensors that cannot exist.
         ConfigError: this machine has too little memory for them.
     """
     metas = meta_tensors(commit, components)
@@ -195,19 +191,12 @@ def _as_stored(commit: Commit, names: Iterable[str]) -> list[list[str]]:
 
 
 def meta_tensors(commit: Commit, components: Collection[str] | None = None) -> dict[str, torch.Tensor]:
-    """Returns the tensors of a commit, or of some components, on the meta device.
-
-    Raises:
-        CheckpointError: the commit lists tensors that cannot exist.
-    """
-    try:
-        return {
-            name: torch.empty(stored.shape, dtype=stored.torch_dtype, device="meta")
-            for name, stored in commit.tensors.items()
-            if components is None or name.partition(".")[0] in components
-        }
-    except (MemoryError, RuntimeError) as error:
-        raise CheckpointError(f"{commit.key} lists tensors that cannot exist: {error}") from error
+    """Returns the tensors of a commit, or of some components, on the meta device."""
+    return {
+        name: torch.empty(stored.shape, dtype=dtype_of(stored.dtype), device="meta")
+        for name, stored in commit.tensors.items()
+        if components is None or name.partition(".")[0] in components
+    }
 
 
 @contextmanager
@@ -229,29 +218,13 @@ def _checking_memory(commit: Commit, num_bytes: int) -> Iterator[None]:
 
 
 def build_state(
-    commit: Commit, skeleton: bytes, tensors: Mapping[str, torch.Tensor], components: Collection[str] | None = None
+    skeleton: bytes, tensors: Mapping[str, torch.Tensor], components: Collection[str] | None = None
 ) -> dict[str, Any]:
-    """Returns the state of a commit by component, from its skeleton and its tensors by name.
-
-    Raises:
-        CheckpointError: skeleton and tensors do not form a state of the commit's step.
-    """
+    """Returns a state by component, from the skeleton of its commit and its tensors by name."""
     by_component: dict[str, dict[str, torch.Tensor]] = {}
     for name, tensor in tensors.items():
         component, _, path = name.partition(".")
         by_component.setdefault(component, {})[path] = tensor
-    try:
-        skeletons = json.loads(skeleton.decode())  # given bytes, json guesses the encoding
-        state = {
-            name: unflatten(skeletons[name], by_component.get(name, {}))
-            for name in (skeletons if components is None else components)
-        }
-    except (AttributeError, LookupError, MemoryError, RecursionError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{commit.prefix} is not a state: {format_exception(error)}") from error
-    position = state.get(POSITION, {"step": commit.step})
-    step = position.get("step") if isinstance(position, dict) else None
-    if type(step) is not int or step != commit.step:
-        raise CheckpointError(
-            f"{commit.prefix} is not a state of step {commit.step}: its position is {position!r:.200}"
-        )
-    return state
+    skeletons = json.loads(skeleton)
+    names = skeletons if components is None else components
+    return {name: unflatten(skeletons[name], by_component.get(name, {})) for name in names}

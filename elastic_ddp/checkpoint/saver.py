@@ -21,9 +21,8 @@ from pydantic import BaseModel
 from elastic_ddp.checkpoint.background_thread import BackgroundThread
 from elastic_ddp.checkpoint.manifest import Commit, attempt_prefix
 from elastic_ddp.checkpoint.parts import Part
-from elastic_ddp.checkpoint.staging import HostMemoryError
 from elastic_ddp.checkpoint.store import CheckpointStore
-from elastic_ddp.checkpoint.writer import StateWriter
+from elastic_ddp.checkpoint.writer import HostMemoryError, StateWriter
 from elastic_ddp.errors import CheckpointError, ElasticDDPError, StorageError, format_exception
 from elastic_ddp.storage.storage import Storage
 from elastic_ddp.storage.watchdog import WatchedStorage

@@ -81,7 +81,7 @@ class CheckpointStore(CommitCatalog):
             objects, tensors = assemble(parts, kinds)
             state = parts[0].state
             assert state is not None, "rank 0 writes the skeleton"
-            manifest = Commit.model_construct(
+            manifest = Commit(
                 step=step, attempt=attempt, state=state, objects=objects, tensors=tensors, record=record
             ).to_bytes()
             commit = Commit.from_bytes(manifest_key(step), manifest)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from collections.abc import Iterable, Mapping
@@ -11,25 +12,35 @@ import torch
 from zlib_ng import zlib_ng
 
 from elastic_ddp import torch_internals
-from elastic_ddp.checkpoint.manifest import (
-    MAX_SKELETON_BYTES,
-    SKELETON,
-    Skeleton,
-    stored_dtype,
-)
+from elastic_ddp.checkpoint.manifest import SKELETON, Skeleton, StoredBlock, StoredObject, StoredTensor, padded
 from elastic_ddp.checkpoint.parts import Part, TensorKind
-from elastic_ddp.checkpoint.planning import Block, plan_blocks, share_of
+from elastic_ddp.checkpoint.planning import Block, local_blocks, plan_blocks, share_of
 from elastic_ddp.checkpoint.replica_check import Sampler
-from elastic_ddp.checkpoint.staging import BlockWriter
-from elastic_ddp.errors import CheckpointError
+from elastic_ddp.errors import CheckpointError, ElasticDDPError, format_exception
 from elastic_ddp.storage.storage import Storage
+from elastic_ddp.storage.watchdog import DaemonPool
+from elastic_ddp.tensors import host_memory
 from elastic_ddp.tensors.dtensor import is_dtensor
 from elastic_ddp.tensors.state_tree import dtype_name, flatten
 
 MAX_BLOCKS = 400_000
-"""Blocks on all ranks that fit into a manifest. Checked before training, unlike the limits of the manifest itself."""
+"""Blocks on all ranks: a manifest of 128 MiB. Checked before training."""
+MAX_SKELETON_BYTES = 2**25
+"""Room for 50,000 parameters under AdamW."""
+OBJECT_BYTES = 32 << 20
+"""An object of this size or more gets no further blocks."""
+SLAB_BYTES = 256 << 20
+"""Largest allocation of pinned memory, but for a larger object."""
+PARALLEL_OBJECTS = 8
+"""Objects that a rank writes at a time. A storage may also split a large object into parallel requests."""
 
 _COMPONENT = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]{0,63}")
+_STORED_DTYPE = re.compile(r"bool|u?int(8|16|32|64)|b?float\d+(_\w+)?|complex\d+")
+"""Dtypes with whole-byte elements that are not quantized."""
+
+
+class HostMemoryError(ElasticDDPError):
+    """The host memory for this rank's share of the state cannot be allocated."""
 
 
 class StateWriter:
@@ -160,7 +171,7 @@ def _may_differ(name: str) -> bool:
 
 
 def _encode(skeletons: dict[str, Any]) -> bytes:
-    """Returns skeletons as JSON. Raises CheckpointError if a reader would refuse its size."""
+    """Returns skeletons as JSON. Raises CheckpointError if they are too large."""
     try:
         encoded = json.dumps(skeletons, separators=(",", ":"), check_circular=False).encode()  # `flatten` checks that
     except ValueError as error:  # an integer of more digits than Python writes
@@ -176,10 +187,8 @@ def _encode(skeletons: dict[str, Any]) -> bytes:
 def _check_tensors(tensors: Mapping[str, torch.Tensor], blocks: Iterable[Block]) -> None:
     """Raises CheckpointError if a dtype is not supported, or there are too many blocks for a manifest."""
     for name, tensor in tensors.items():
-        try:
-            stored_dtype(dtype_name(tensor.dtype))
-        except ValueError as error:
-            raise CheckpointError(f"{name} has the dtype {tensor.dtype}: {error}") from error
+        if not _STORED_DTYPE.fullmatch(dtype_name(tensor.dtype)):
+            raise CheckpointError(f"{name} has the dtype {tensor.dtype}, which checkpoints do not support")
     num_blocks = sum(_num_shards(tensors[block.tensor]) if block.is_sharded else 1 for block in blocks)
     if num_blocks > MAX_BLOCKS:
         raise CheckpointError(
@@ -196,3 +205,122 @@ def _kinds_of(tensors: Mapping[str, torch.Tensor]) -> tuple[list[Any], list[Any]
         [tensor.shape for tensor in tensors.values()],
         [(tensor.placements, tensor.device_mesh.size()) for tensor in tensors.values() if is_dtensor(tensor)],
     )
+
+
+class BlockWriter:
+    """Writes a rank's blocks, for one commit after the other. It keeps host memory of the size of the share."""
+
+    def __init__(self, *, object_bytes: int = OBJECT_BYTES) -> None:
+        self._object_bytes = object_bytes
+        self._blocks: list[Block] | None = None
+        self._objects: list[list[tuple[Block, int]]] = []
+        """The blocks in each object with their offsets; below, its bytes, and the memory of each block in them."""
+        self._buffers: list[torch.Tensor] = []
+        self._views: list[torch.Tensor] = []
+
+    @torch.no_grad()
+    def stage(self, blocks: list[Block], tensors: Mapping[str, torch.Tensor]) -> None:
+        """Copies the blocks. The state may change after the return.
+
+        Args:
+            blocks: the same list as at the call before, if neither shapes nor shards have changed.
+            tensors: the state, by name.
+
+        Raises:
+            HostMemoryError: the host memory for the copy cannot be allocated.
+        """
+        if blocks is not self._blocks:
+            self._lay_out(blocks)
+        sources = local_blocks(tensors, blocks)
+        if sources:
+            torch_internals.copy_pairwise(self._views, sources)
+        if any(source.is_cuda for source in sources):
+            torch.cuda.current_stream().synchronize()
+
+    def _lay_out(self, blocks: list[Block]) -> None:
+        self._blocks = None
+        self._objects = _pack(blocks, self._object_bytes)
+        sizes = [start + padded(last.num_bytes) for *_, (last, start) in self._objects]
+        if [len(buffer) for buffer in self._buffers] != sizes:
+            self._buffers, self._views = [], []  # freed before the new ones are allocated
+            self._buffers = _allocate(sizes)
+        else:
+            for buffer in self._buffers:
+                buffer.zero_()  # the padding between blocks is written, too
+        self._views = [
+            buffer[start : start + block.num_bytes].view(block.dtype).view(block.sizes)
+            for buffer, in_object in zip(self._buffers, self._objects, strict=True)
+            for block, start in in_object
+        ]
+        self._blocks = blocks
+
+    def write(self, storage: Storage, prefix: str, writer: str) -> Part:
+        """Writes the staged blocks, under keys that begin with the writer's name.
+
+        Raises:
+            StorageError: the storage failed.
+        """
+        writes = [
+            (f"{prefix}/{writer}-{number}.bin", buffer.numpy().data) for number, buffer in enumerate(self._buffers)
+        ]
+        pool = DaemonPool(lambda write: storage.write(*write), writes, size=PARALLEL_OBJECTS)
+        try:  # checksums are computed while the pool writes
+            tensors = self._checksummed([data for _, data in writes])
+        finally:
+            pool.wait()
+        return Part(objects=tuple(StoredObject(key=key, size=len(data)) for key, data in writes), tensors=tensors)
+
+    def _checksummed(self, objects: list[memoryview]) -> dict[str, StoredTensor]:
+        """Returns the blocks in these objects, by tensor, with their checksums."""
+        stored: dict[tuple[str, torch.dtype, torch.Size], list[StoredBlock]] = {}
+        for number, (data, in_object) in enumerate(zip(objects, self._objects, strict=True)):
+            for block, start in in_object:
+                of_tensor = stored.setdefault((block.tensor, block.dtype, block.shape), [])
+                crc32 = zlib_ng.crc32(data[start : start + padded(block.num_bytes)])
+                offsets, sizes = tuple(block.offsets), tuple(block.sizes)
+                of_tensor.append(StoredBlock(offsets=offsets, sizes=sizes, object=number, start=start, crc32=crc32))
+        return {
+            name: StoredTensor(dtype=dtype_name(dtype), shape=tuple(shape), blocks=tuple(blocks))
+            for (name, dtype, shape), blocks in stored.items()
+        }
+
+
+def _pack(blocks: Iterable[Block], object_bytes: int) -> list[list[tuple[Block, int]]]:
+    """Returns the blocks of each object with their offsets."""
+    objects: list[list[tuple[Block, int]]] = []
+    end = object_bytes
+    for block in blocks:
+        if end >= object_bytes:
+            objects.append([])
+            end = 0
+        objects[-1].append((block, end))
+        end += padded(block.num_bytes)
+    return objects
+
+
+def _allocate(sizes: list[int]) -> list[torch.Tensor]:
+    """Returns zeroed host memory for objects of these sizes, or raises HostMemoryError."""
+    try:
+        if torch.cuda.is_available():
+            slabs = slabs_of(sizes)
+            pinned = [torch.zeros(sum(slab), dtype=torch.uint8, pin_memory=True).split(slab) for slab in slabs]
+            return [*itertools.chain(*pinned)]
+        memory = host_memory.Memory({str(number): ([size], torch.uint8)} for number, size in enumerate(sizes))
+        return [tensor.zero_() for tensor in memory.tensors.values()]
+    except (MemoryError, RuntimeError) as error:
+        reason = format_exception(error)
+    # Raised here, without a cause: the saver keeps the error, and its frames would keep the state.
+    raise HostMemoryError(
+        f"cannot allocate {sum(sizes)} bytes of host memory for this rank's share of the state: {reason}. Give each "
+        "worker more memory, or use more workers"
+    )
+
+
+def slabs_of(sizes: list[int]) -> list[list[int]]:
+    """Groups objects, in their order, into allocations: torch rounds each of these up to a power of two."""
+    slabs: list[list[int]] = []
+    for size in sizes:
+        if not slabs or sum(slabs[-1]) + size > SLAB_BYTES:
+            slabs.append([])
+        slabs[-1].append(size)
+    return slabs

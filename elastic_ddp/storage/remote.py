@@ -30,16 +30,9 @@ class RemoteFolder(Folder):
         self._protocol = uri.partition("://")[0]
         self._opened: tuple[int, Any, str] | None = None
 
-    def read(self, key: str, max_bytes: int | None = None) -> bytes:
+    def read(self, key: str) -> bytes:
         fs, path = self._locate(key)
-        try:  # with a range, s3fs does not request the object's size first
-            return bytes(fs.cat_file(path, **({} if max_bytes is None else {"start": 0, "end": max_bytes + 1})))
-        except FileNotFoundError:
-            raise
-        except Exception:
-            if max_bytes is None or self.size(key):  # some stores refuse a range of an empty object
-                raise
-            return b""
+        return bytes(fs.cat_file(path))
 
     def size(self, key: str) -> int:
         fs, path = self._locate(key)

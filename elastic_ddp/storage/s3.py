@@ -29,6 +29,10 @@ RESPONSE_CHUNK_BYTES = 256 << 10
 class S3Folder(RemoteFolder):
     """A folder in a bucket of AWS S3 or a compatible server."""
 
+    def read(self, key: str) -> bytes:
+        fs, path = self._locate(key)
+        return bytes(fs.cat_file(path, max_concurrency=1))  # otherwise s3fs requests the object's size first
+
     def read_into(self, key: str, start: int, buffer: memoryview) -> int:
         """Copies the response into `buffer` as it arrives. fsspec would hold it twice in memory."""
         fs, path = self._locate(key)

@@ -43,10 +43,10 @@ class Storage:
         """The address: an absolute path for a local folder, else `protocol://…`, without a slash at the end."""
         return self._folder.uri
 
-    def read(self, key: str, max_bytes: int | None = None) -> bytes:
-        """Returns an object, or the first `max_bytes + 1` bytes of a larger one; FileNotFoundError if it is missing."""
+    def read(self, key: str) -> bytes:
+        """Returns an object; FileNotFoundError if it is missing."""
         with self._errors("read", key, FileNotFoundError):
-            return self._folder.read(_checked(key), max_bytes)
+            return self._folder.read(_checked(key))
 
     def size(self, key: str) -> int:
         """Returns the size of an object in bytes; FileNotFoundError if it is missing."""

@@ -92,18 +92,12 @@ def read_shared(
     try:
         tensors, targets = allocate_state(commit, components, layout)
         needed = bytes(targets.needs(name, block) for name in tensors for block in commit.tensors[name].blocks)
-    except (CheckpointError, ConfigError) as raised:
+    except ConfigError as raised:
         error = without_traceback(raised)
     needs = agree_on_error(error, group, needed)
     error = _read_pieces(plan_pieces(commit, tensors, needs, group.rank), storage, targets, group, tick)
-    state: dict[str, Any] = {}
-    if error is None:
-        try:
-            state = build_state(commit, skeleton, as_sharded(commit, tensors, layout), components)
-        except CheckpointError as raised:
-            error = without_traceback(raised)
     agree_on_error(error, group)
-    return state
+    return build_state(skeleton, as_sharded(commit, tensors, layout), components)
 
 
 def _read_pieces(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
@@ -12,14 +12,13 @@ from hypothesis import strategies as st
 
 from elastic_ddp.checkpoint import Commit
 from elastic_ddp.checkpoint.manifest import Skeleton
-from elastic_ddp.checkpoint.parts import Part, assemble
+from elastic_ddp.checkpoint.parts import Part, TensorKind, assemble
 from elastic_ddp.checkpoint.pieces import pieces_of
 from elastic_ddp.checkpoint.planning import plan_blocks, share_of
 from elastic_ddp.checkpoint.reader import allocate_state, read_pieces
-from elastic_ddp.checkpoint.staging import BlockWriter
+from elastic_ddp.checkpoint.writer import BlockWriter
 from elastic_ddp.storage.storage import Storage
 from elastic_ddp.tensors import host_memory
-from tests.unit.crafted_commits import kinds_in
 
 ATTEMPT = "0" * 32
 PREFIX = f"step=7/attempt={ATTEMPT}"
@@ -62,6 +61,11 @@ def write(
         writer.stage(share, tensors)
         parts.append(writer.write(storage, PREFIX, str(rank)))
     return parts
+
+
+def kinds_in(parts: Iterable[Part]) -> dict[str, TensorKind]:
+    """Returns dtype and shape of the tensors that ranks have written, by name."""
+    return {name: (tensor.dtype, tensor.shape) for part in parts for name, tensor in part.tensors.items()}
 
 
 def commit_of(parts: list[Part], names: Any) -> Commit:

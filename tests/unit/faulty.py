@@ -72,8 +72,8 @@ class FaultyStorage(Storage):
             self.call()
         return result
 
-    def read(self, key: str, max_bytes: int | None = None) -> bytes:
-        return self._run(lambda: super(FaultyStorage, self).read(key, max_bytes))  # type: ignore[return-value]
+    def read(self, key: str) -> bytes:
+        return self._run(lambda: super(FaultyStorage, self).read(key))  # type: ignore[return-value]
 
     def size(self, key: str) -> int:
         return self._run(lambda: super(FaultyStorage, self).size(key))  # type: ignore[return-value]

@@ -35,8 +35,8 @@ class FlippedReads(Storage):
             self.times -= 1
             data[len(data) // 2] ^= 0x10
 
-    def read(self, key: str, max_bytes: int | None = None) -> bytes:
-        data = bytearray(super().read(key, max_bytes))
+    def read(self, key: str) -> bytes:
+        data = bytearray(super().read(key))
         self.flip(key, memoryview(data))
         return bytes(data)
 
@@ -68,9 +68,9 @@ class UnreadableObject(Storage):
         super().__init__(uri)
         self.key = key
 
-    def read(self, key: str, max_bytes: int | None = None) -> bytes:
+    def read(self, key: str) -> bytes:
         self.fail_if_unreadable(key)
-        return super().read(key, max_bytes)
+        return super().read(key)
 
     def read_into(self, key: str, start: int, buffer: memoryview) -> int:
         self.fail_if_unreadable(key)

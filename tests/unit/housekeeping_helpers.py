@@ -33,8 +33,8 @@ class ClockedStorage(Storage):
             entries[key] = entry._replace(written_at=entry.written_at - 1e9 + later_s)
         return entries
 
-    def read(self, key: str, max_bytes: int | None = None) -> bytes:
-        data = super().read(key, max_bytes)
+    def read(self, key: str) -> bytes:
+        data = super().read(key)
         self.read_keys.append(key)
         return data
 

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
-import uuid
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +18,11 @@ from tests.single_rank_store import SingleRankStore
 from tests.unit.states import make_state, step_of
 
 
-@pytest.fixture(params=["local", "memory", "s3"])
+@pytest.fixture(params=["local", "s3"])
 def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Storage:
     if request.param == "s3":
         return Storage(f"{request.getfixturevalue('s3')}/runs/one")
-    return Storage(f"memory://{uuid.uuid4().hex}" if request.param == "memory" else tmp_path / "run")
+    return Storage(tmp_path / "run")
 
 
 def save(storage: Storage, *steps: int, keep: int = 3) -> list[Commit]:
@@ -106,28 +103,14 @@ def test_a_step_is_committed_once(storage: Storage) -> None:
     assert storage.list() == before
 
 
-def test_the_second_of_two_savers_removes_its_attempt_and_returns_the_first_commit(storage: Storage) -> None:
-    # Both find no commit before they write; the other publishes its manifest first.
-    store = SingleRankStore(storage, keep=3)
-    rival: list[Commit] = []
-    publish = store._publish
-
-    def late(*arguments: Any) -> Commit:
-        rival.extend(save(storage, 4))
-        return publish(*arguments)
-
-    store._publish = late  # type: ignore[method-assign]
-    assert store.save(make_state(4), step=4, record={}) == rival[0]
-    assert storage.list("step=4") == sorted(keys_of(rival[0])[1:])
-
-
-def test_the_second_of_two_savers_returns_the_first_commit_if_its_removal_fails(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("is_removed", [True, False])
+def test_the_second_of_two_savers_removes_its_attempt_and_returns_the_first_commit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, is_removed: bool
 ) -> None:
-    storage = Storage(tmp_path)
+    """Both find no commit before they write; the other publishes its manifest first."""
+    storage, rival = Storage(tmp_path), list[Commit]()
     store = SingleRankStore(storage, keep=3)
     publish = store._publish
-    rival: list[Commit] = []
 
     def late(*arguments: Any) -> Commit:
         rival.extend(save(Storage(tmp_path), 4))
@@ -138,10 +121,12 @@ def test_the_second_of_two_savers_returns_the_first_commit_if_its_removal_fails(
 
     store._publish = late  # type: ignore[method-assign]
     with monkeypatch.context() as patch:
-        patch.setattr(Storage, "delete_tree", refuse)
+        if not is_removed:
+            patch.setattr(Storage, "delete_tree", refuse)
         assert store.save(make_state(4), step=4, record={}) == rival[0]
-    assert "stays until the next commit: 503 SlowDown" in caplog.text
-    save(storage, 5)
+    if not is_removed:
+        assert "stays until the next commit: 503 SlowDown" in caplog.text
+        save(storage, 5)
     assert storage.list("step=4") == sorted(keys_of(rival[0])[1:])
 
 
@@ -201,14 +186,12 @@ def corrupt(storage: Storage, key: str, how: str) -> None:
         data = data[:-1]
     elif how == "long":
         data += b" "
-    elif how == "empty":
-        data.clear()
     else:
         raise ValueError(how)
     storage.write(key, bytes(data))
 
 
-@pytest.mark.parametrize("how", ["missing", "flip", "short", "long", "empty"])
+@pytest.mark.parametrize("how", ["missing", "flip", "short"])
 @pytest.mark.parametrize("which", ["manifest", "skeleton", "tensors"])
 def test_a_damaged_commit_is_rejected_for_the_one_before_it(
     storage: Storage, which: str, how: str, caplog: pytest.LogCaptureFixture
@@ -220,9 +203,6 @@ def test_a_damaged_commit_is_rejected_for_the_one_before_it(
     store = SingleRankStore(storage, keep=3)
     with caplog.at_level(logging.WARNING):
         restored = store.load_latest()
-    if which == "manifest" and how == "long":
-        assert restored is not None and restored[0].step == 3  # JSON may end with a space
-        return
     assert restored is not None and step_of(restored[1]) == restored[0].step == 2
     if (which, how) == ("manifest", "missing"):
         return
@@ -235,21 +215,6 @@ def test_a_damaged_commit_is_rejected_for_the_one_before_it(
     else:
         latest = store.latest()
         assert latest is not None and latest.step == 2
-
-
-def test_every_flipped_bit_of_a_manifest_is_detected(tmp_path: Path) -> None:
-    storage = Storage(tmp_path)
-    save(storage, 2)
-    [commit] = save(storage, 3)
-    data = storage.read(commit.key)
-    for position in range(0, len(data), 7):
-        changed = bytearray(data)
-        changed[position] ^= 1 << position % 7
-        try:
-            same = Commit.from_bytes(commit.key, bytes(changed)) == commit
-        except CheckpointError:
-            continue
-        assert same  # only white space has changed
 
 
 def test_if_no_commit_verifies_all_are_rejected_with_reasons(storage: Storage) -> None:
@@ -313,74 +278,21 @@ def test_states_and_records_that_cannot_be_saved_are_refused_before_a_write(stor
         SingleRankStore(storage, keep=0)
 
 
-def _manifest(**changes: Any) -> bytes:
-    """Returns a manifest with a valid checksum."""
-    attempt = "0" * 32
-    body: dict[str, Any] = {
-        "format": 3, "step": 7, "attempt": attempt, "record": {}, "tensors": {}, "objects": [],
-        "state": {"key": f"step=7/attempt={attempt}/state.json", "size": 2, "crc32": 0},
-    }  # fmt: skip
-    body |= changes
-    canonical = json.dumps(body, sort_keys=True, separators=(",", ":"))
-    return json.dumps({**body, "sha256": hashlib.sha256(canonical.encode()).hexdigest()}).encode()
-
-
-def _object(**changes: Any) -> list[dict[str, Any]]:
-    return [{"key": f"step=7/attempt={'0' * 32}/x", "size": 0, **changes}]
-
-
-def test_a_manifest_may_be_formatted_in_any_way() -> None:
-    assert Commit.from_bytes("commits/7.json", _manifest()).state.size == 2
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"format": 1},
-        {"format": True},
-        {"step": -1},
-        {"step": "7"},
-        {"step": 8},
-        {"attempt": "../up"},
-        {"attempt": "0" * 31},
-        {"objects": [*_object(), *_object()]},
-        {"objects": _object(size=-1)},
-        {"objects": _object(size=2**60)},
-        {"objects": _object(size=1.5)},
-        {"state": _object(crc32=2**32)[0]},
-        {"state": _object(crc32=0, key="/etc/passwd")[0]},
-        {"objects": _object(key="/etc/passwd")},
-        {"objects": _object(key=f"step=7/attempt={'0' * 32}/../../x")},
-        {"objects": _object(key=f"step=7/attempt={'0' * 32}/a/b")},
-        {"objects": _object(key=f"step=7/attempt={'0' * 32}/..")},
-        {"objects": _object(key=f"step=7/attempt={'1' * 32}/x")},
-        {"objects": _object(key=f"step=7/attempt={'0' * 32}/")},
-        {"objects": _object(surprise=1)},
-        {"surprise": 1},
-        {"record": []},
-    ],
-    ids=str,
-)
-def test_a_manifest_with_invalid_fields_or_foreign_keys_is_refused(changes: dict[str, Any]) -> None:
-    with pytest.raises(CheckpointError, match=r"commits/7\.json"):
-        Commit.from_bytes("commits/7.json", _manifest(**changes))
-
-
-@pytest.mark.parametrize("data", [b"", b"{", b"[]", b"null", b"\xff\xfe", b"[" * 100_000, _manifest()[:-2]])
-def test_bytes_that_are_not_a_manifest_are_refused(data: bytes) -> None:
-    with pytest.raises(CheckpointError, match="is not a valid manifest"):
-        Commit.from_bytes("commits/7.json", data)
+def test_a_manifest_that_is_torn_of_another_format_or_of_another_step_is_refused(storage: Storage) -> None:
+    [commit] = save(storage, 7)
+    good = commit.to_bytes()
+    assert Commit.from_bytes("commits/7.json", good) == commit
+    for data in (b"", b"[]", b"\xff\xfe", good[:-2], good[: len(good) // 2]):
+        with pytest.raises(CheckpointError, match=r"commits/7\.json is not a valid manifest"):
+            Commit.from_bytes("commits/7.json", data)
+    with pytest.raises(CheckpointError, match="its format is 2; this version reads 3"):
+        Commit.from_bytes("commits/7.json", good.replace(b'"format":3', b'"format":2'))
+    with pytest.raises(CheckpointError, match=r"commits/8\.json is the manifest of another step, 7"):
+        Commit.from_bytes("commits/8.json", good)
 
 
 def test_only_keys_of_manifests_count_as_commits() -> None:
-    keys = [
-        "commits/2.json",
-        "commits/10.json",
-        "commits/07.json",
-        "commits/-1.json",
-        "commits/2.json.bak",
-        "x/commits/3.json",
-    ]
+    keys = ["commits/2.json", "commits/10.json", "commits/2.json.bak", "commits/.tmp-1.json", "x/commits/3.json"]
     assert committed_steps(keys) == [10, 2]
 
 

@@ -349,7 +349,7 @@ def test_an_unreadable_newest_commit_displaces_no_readable_one(tmp_path: Path) -
 class UnreadableStorage(Storage):
     """Lists objects, and refuses all reads."""
 
-    def read(self, key: str, max_bytes: int | None = None) -> bytes:
+    def read(self, key: str) -> bytes:
         return self.refuse(key)
 
     def read_into(self, key: str, start: int, buffer: memoryview) -> int:

@@ -9,7 +9,7 @@ import weakref
 from pathlib import Path
 from queue import Queue
 from threading import Event, Thread
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -17,18 +17,21 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from zlib_ng import zlib_ng
 
-from elastic_ddp.checkpoint import Commit
+from elastic_ddp.checkpoint import Commit, CommitCatalog, reader
 from elastic_ddp.checkpoint import pieces as pieces_module
 from elastic_ddp.checkpoint.manifest import Skeleton, StoredBlock, StoredObject, StoredTensor
 from elastic_ddp.checkpoint.pieces import Piece, Targets, pieces_of
 from elastic_ddp.checkpoint.planning import BLOCK_BYTES, Box, local_box
 from elastic_ddp.checkpoint.reader import PIECES_READ_AHEAD, ReadAhead, allocate_state, read_pieces
-from elastic_ddp.checkpoint.staging import OBJECT_BYTES
-from elastic_ddp.errors import CheckpointError
+from elastic_ddp.checkpoint.writer import OBJECT_BYTES
+from elastic_ddp.distributed.process_group import ProcessGroup
+from elastic_ddp.errors import CheckpointError, ConfigError
 from elastic_ddp.storage.storage import Storage
 from elastic_ddp.tensors import host_memory
+from elastic_ddp.worker.restore import restore
+from tests.ranks import run_ranks
 from tests.single_rank_store import SingleRankStore
-from tests.unit.blocks import ATTEMPT, PREFIX, SHAPES, commit_of, in_slabs_from, read, same, some_tensors, write
+from tests.unit.blocks import ATTEMPT, PREFIX, SHAPES, commit_of, in_slabs_from, read, same, write
 
 
 @settings(max_examples=30, deadline=None)
@@ -63,7 +66,7 @@ def test_any_part_of_a_tensor_can_be_read_at_any_number_of_writers(
 SIZES = st.integers(0, 200).map(lambda length: torch.Size([length]))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     st.lists(
         st.tuples(st.sampled_from([torch.uint8, torch.float32, torch.float64]), SIZES | SHAPES), min_size=2, max_size=6
@@ -116,7 +119,7 @@ def test_the_padding_of_a_large_tensor_does_not_overwrite_the_next_one(tmp_path:
     parts = write(storage, tensors, world_size, block_bytes=BLOCK_BYTES, object_bytes=OBJECT_BYTES)
     commit = commit_of(parts, tensors)
     assert len(commit.tensors["head.weight"].blocks) == 2
-    for _ in range(4):  # pieces are read in parallel
+    for _ in range(2):  # pieces are read in parallel
         loaded = read(storage, commit)
         assert all(same(loaded[name], tensor) for name, tensor in tensors.items())
 
@@ -242,13 +245,13 @@ def test_pieces_are_read_ahead_from_the_start_and_up_to_the_limit() -> None:
         begun.put(piece)
         return memoryview(bytes([piece.start]))
 
-    reader = ReadAhead(pieces, read)
+    reading = ReadAhead(pieces, read)
     assert {begun.get(timeout=60) for _ in range(PIECES_READ_AHEAD)} == {*pieces[:PIECES_READ_AHEAD]}
-    for number, (piece, data) in enumerate(reader):
+    for number, (piece, data) in enumerate(reading):
         assert (piece, bytes(data)) == (pieces[number], bytes([number]))
         ahead = {begun.get(timeout=60) for _ in range(number > 0 and number + PIECES_READ_AHEAD <= len(pieces))}
         assert begun.empty() and ahead <= {pieces[(number + PIECES_READ_AHEAD - 1) % len(pieces)]}
-    assert number + 1 == len(pieces) and [*reader] == []
+    assert number + 1 == len(pieces) and [*reading] == []
 
 
 def test_no_more_pieces_are_read_after_an_error_or_a_close() -> None:
@@ -261,11 +264,11 @@ def test_no_more_pieces_are_read_after_an_error_or_a_close() -> None:
             raise CheckpointError("bad")
         return memoryview(b"")
 
-    reader = ReadAhead(pieces, read)
-    assert next(reader)[0] == pieces[0]
+    reading = ReadAhead(pieces, read)
+    assert next(reading)[0] == pieces[0]
     with pytest.raises(CheckpointError, match="bad"):
-        next(reader)
-    assert [*reader] == [] and len(begun) <= PIECES_READ_AHEAD + 1
+        next(reading)
+    assert [*reading] == [] and len(begun) <= PIECES_READ_AHEAD + 1
     begun.clear()
     closed = ReadAhead(pieces[2:], read)
     closed.close()
@@ -281,9 +284,9 @@ def test_closing_waits_for_the_reads_in_progress() -> None:
         done.set()
         return memoryview(b"")
 
-    reader = ReadAhead([Piece("object", 0, 1, ())], read)
+    reading = ReadAhead([Piece("object", 0, 1, ())], read)
     assert begun.wait(60)
-    closing = Thread(target=reader.close)
+    closing = Thread(target=reading.close)
     closing.start()
     closing.join(0.2)
     assert closing.is_alive() and not done.is_set()
@@ -292,37 +295,37 @@ def test_closing_waits_for_the_reads_in_progress() -> None:
     assert not closing.is_alive() and done.is_set()
 
 
-def test_every_flipped_bit_of_every_object_is_reported_with_its_range(tmp_path: Path) -> None:
-    storage, tensors = Storage(tmp_path), some_tensors()
-    commit = commit_of(write(storage, tensors, 2), tensors)
-    for stored in commit.objects:
-        pieces = [piece for piece in pieces_of(commit, tensors) if piece.key == stored.key]
-        file = tmp_path / stored.key
-        good = file.read_bytes()
-        for position in range(0, stored.size, 11):
-            bad = bytearray(good)
-            bad[position] ^= 1 << position % 8
-            file.write_bytes(bad)
-            with pytest.raises(CheckpointError, match=f"{stored.key} does not have the checksum .* in bytes"):
-                list(read_pieces(storage, pieces))
-        file.write_bytes(good[:-1])
-        with pytest.raises(CheckpointError, match=f"{stored.key} ends before byte"):
-            list(read_pieces(storage, pieces))
-        file.unlink()
-        with pytest.raises(CheckpointError, match=f"{stored.key} is missing"):
-            list(read_pieces(storage, pieces))
-        file.write_bytes(good)
-    read(storage, commit)
+@pytest.mark.parametrize("why", ["larger than the memory", "allocation fails"])
+def test_a_commit_that_does_not_fit_into_memory_is_refused_and_not_rejected(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, why: str
+) -> None:
+    store = SingleRankStore(Storage(tmp_path), keep=2)
+    for step in (1, 2):
+        store.save({"model": torch.zeros(1000 * step)}, step=step, record={})
+    if why == "allocation fails":
+        monkeypatch.setattr(host_memory, "Memory", Mock(side_effect=MemoryError("unable to allocate 34.0 MiB")))
+        reason = "unable to allocate 34.0 MiB"
+    else:
+        monkeypatch.setattr(reader, "MEMORY_BYTES", 2 * 8000 - 1)  # the tensor, and its bytes as they are read
+        reason = "this machine or container has 15999 bytes"
+    with pytest.raises(ConfigError, match=rf"commits/2.json needs 16000 bytes of memory on .*{reason}.*more memory"):
+        store.load_latest()
+    assert not store.rejected
 
 
-def test_an_object_swapped_with_one_of_another_step_is_rejected(tmp_path: Path) -> None:
-    storage = Storage(tmp_path)
-    store = SingleRankStore(storage, keep=2)
-    commits = [store.save({"model": {"w": torch.full((4, 4), float(n))}}, step=n, record={}) for n in (1, 2)]
-    one, two = (commit.objects[0].key for commit in commits)
-    first, second = storage.read(one), storage.read(two)
-    storage.write(one, second)
-    storage.write(two, first)
-    with pytest.raises(CheckpointError, match=two):
-        store.verify(commits[1])
-    assert store.load_latest() is None and len(store.rejected) == 2
+def refusal(group: ProcessGroup, uri: str) -> str:
+    """The error of a restore on two ranks, of which rank 1 has too little memory."""
+    with (
+        patch.object(reader, "MEMORY_BYTES", 1 if group.rank else reader.MEMORY_BYTES),
+        pytest.raises(ConfigError) as caught,
+    ):
+        restore(CommitCatalog(Storage(uri)), Storage(uri), group)
+    return str(caught.value)
+
+
+def test_all_ranks_refuse_a_commit_that_one_rank_has_too_little_memory_for(tmp_path: Path) -> None:
+    SingleRankStore(Storage(tmp_path), keep=1).save({"model": torch.zeros(10)}, step=2, record={})
+    before = Storage(tmp_path).list()
+    first, second = run_ranks(2, refusal, str(tmp_path))
+    assert first == second and "commits/2.json needs" in first
+    assert Storage(tmp_path).list() == before, "the commit may be good"

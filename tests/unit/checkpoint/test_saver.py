@@ -13,13 +13,13 @@ from unittest import mock
 import pytest
 import torch
 
-from elastic_ddp.checkpoint import Commit, staging
+from elastic_ddp.checkpoint import Commit
 from elastic_ddp.checkpoint import saver as saver_module
 from elastic_ddp.checkpoint.saver import RankFailedError, Saver, is_of_storage
-from elastic_ddp.checkpoint.staging import HostMemoryError
-from elastic_ddp.checkpoint.writer import StateWriter
+from elastic_ddp.checkpoint.writer import HostMemoryError, StateWriter
 from elastic_ddp.errors import CheckpointError, PeerFailedError, StorageError
 from elastic_ddp.storage.storage import Storage
+from elastic_ddp.tensors import host_memory
 from tests.saving import Ranks, check_commits
 from tests.single_rank_store import SingleRankStore
 from tests.unit.checkpoint.test_checkpoint import keys_of, make_state, restored_step, step_of
@@ -132,7 +132,7 @@ def test_a_save_without_host_memory_fails_and_the_next_one_succeeds(
     state = {**make_state(1), "large": {"x": torch.ones(1000)}}
     held = weakref.ref(state["large"]["x"])
     with monkeypatch.context() as patch:
-        patch.setattr(staging.host_memory, "Memory", no_memory)
+        patch.setattr(host_memory, "Memory", no_memory)
         attempt = ranks.begin(1, of=[bad_rank], state=state)
     ranks.begin(1, of=[1 - bad_rank], state=state, attempt=attempt)
     error = ranks.wait()

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from elastic_ddp.checkpoint import Commit, staging
+from elastic_ddp.checkpoint import Commit, writer
 from elastic_ddp.errors import StorageError
 from elastic_ddp.storage import watchdog
 from elastic_ddp.storage.folder import Entry
@@ -120,7 +120,7 @@ def test_a_slow_save_that_makes_progress_does_not_fail(tmp_path: Path, monkeypat
             clock_read.wait(5)
             super().write(key, data)
 
-    monkeypatch.setattr(staging, "PARALLEL_OBJECTS", 1)
+    monkeypatch.setattr(writer, "PARALLEL_OBJECTS", 1)
     monkeypatch.setattr(watchdog, "STALL_TIMEOUT_S", 0.01)
     monkeypatch.setattr(watchdog, "time", SimpleNamespace(monotonic=clock))
     ranks = ranks_of_many_blocks(lambda rank: SlowStorage(tmp_path), 1)

@@ -215,10 +215,10 @@ def test_prune_keeps_and_prints_what_it_cannot_read(
     for step in (10, 5):
         storage.write(f"step={step}/attempt={'a' * 32}/0-0.bin", b"half")
 
-    def archived(storage: Storage, key: str, max_bytes: int | None = None) -> bytes:
+    def archived(storage: Storage, key: str) -> bytes:
         if key == commits[0].key:
             raise StorageError("InvalidObjectState, 403") from PermissionError("403")
-        return read(storage, key, max_bytes)
+        return read(storage, key)
 
     monkeypatch.setattr(Storage, "read", archived)
     options = ["--keep", "1", "--orphans-older-than-s", "0"]

@@ -6,7 +6,6 @@ import copy
 import types
 from collections import OrderedDict, deque
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,12 +17,9 @@ from torch.optim.lr_scheduler import ConstantLR, MultiStepLR, SequentialLR, Step
 from elastic_ddp.distributed.buffer_sync import resolve_views
 from elastic_ddp.distributed.prepared_model import PreparedModel
 from elastic_ddp.errors import CheckpointError, ConfigError
-from elastic_ddp.storage.storage import Storage
 from elastic_ddp.tensors.state_tree import flatten, unflatten, weights_sha256
 from elastic_ddp.worker.resume import resume
 from elastic_ddp.worker.train_state import Position, TrainState
-from tests.single_rank_store import SingleRankStore
-from tests.unit.checkpoint.test_crafted_states import paths
 
 
 class Model(torch.nn.Sequential):
@@ -351,14 +347,10 @@ def test_a_users_scheduler_is_restored_and_its_methods_are_not_replaced() -> Non
             prepared_with().load_state_dict({**saved, "scheduler": {"0": {**saved["scheduler"]["0"], name: 3}}})
 
 
-def test_a_commit_whose_state_has_another_step_is_rejected(tmp_path: Path) -> None:
-    for step, position in ((1, {"step": 1}), (2, {"step": 3}), (3, {"step": 3.0}), (4, {}), (5, "5"), (6, [6])):
-        store = SingleRankStore(Storage(tmp_path), keep=9)
-        store.save({"position": position, "model": {"w": torch.ones(2)}}, step=step, record={})
-    loaded = store.load_latest()
-    assert loaded is not None and loaded[0].step == 1
-    assert [reason.partition(": its")[0] for _, reason in store.rejected][-1].endswith("is not a state of step 2")
-    assert "its position is {'step': 3}" in store.rejected[-1][1]
+def paths(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """The paths to everything in a tree of JSON."""
+    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    return [path, *(below for key, child in inner for below in paths(child, (*path, key)))]
 
 
 LEAVES = st.one_of(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 import threading
@@ -12,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from elastic_ddp.checkpoint import CommitCatalog
+from elastic_ddp.checkpoint import Commit, CommitCatalog
 from elastic_ddp.errors import CheckpointError, PeerFailedError, StorageError
 from elastic_ddp.worker import checkpointing
 from elastic_ddp.worker.checkpointing import Checkpointer
@@ -23,7 +22,6 @@ from tests.ranks import single_rank_group
 from tests.single_rank_store import SingleRankStore
 from tests.unit.checkpoint.test_checkpoint import corrupt
 from tests.unit.commit_helpers import RUNNING, checkpointer_of, commit, commits_in, metrics_by_step, wait_for_saves
-from tests.unit.crafted_commits import signed
 from tests.unit.single_worker import NewRun, client_of, train
 
 
@@ -181,11 +179,11 @@ def test_a_worker_that_was_presumed_dead_restores_and_sets_nothing_aside(new_run
 
 
 def edited_record(folder: Path, step: int, edit: Callable[[dict[str, Any]], None]) -> None:
-    """Edits the record of a commit, and signs the manifest again."""
+    """Edits the record of a commit."""
     storage, key = commits_in(folder), f"commits/{step}.json"
-    body = json.loads(storage.read(key))
-    edit(body["record"])
-    storage.write(key, signed(body))
+    changed = Commit.from_bytes(key, storage.read(key))
+    edit(changed.record)
+    storage.write(key, changed.to_bytes())
 
 
 @pytest.mark.parametrize("what", ["seed", "data"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,6 @@ from elastic_ddp.worker.pretrained import PretrainedWeights
 from elastic_ddp.worker.run import Run
 from tests.ranks import run_ranks
 from tests.single_rank_store import SingleRankStore
-from tests.unit.crafted_commits import plant
 from tests.unit.single_worker import Model, NewRun, client_of, prepared, train
 
 
@@ -86,13 +84,6 @@ def test_weights_that_do_not_fit_are_refused_by_name_before_the_first_step(new_r
     assert "0.bias is (4,) in the commit and (5,) in the model" in error
     error = refused(new_run(folder="typo"), torch.nn.ModuleDict({"net": Model()}), trained, strict=False)
     assert "0.bias, 0.weight" in error and "net.0.bias" in error
-
-
-def test_a_name_that_is_not_valid_unicode_does_not_fit(new_run: NewRun, tmp_path: Path) -> None:
-    tensor = {"kind": "tensor", "value": "w", "dtype": "float32", "shape": [1]}
-    skeleton = json.dumps({"model": {"kind": "dict", "value": [["\ud800w", tensor]]}}).encode()
-    plant(Storage(tmp_path / "crafted").at(COMMITS), 1, skeleton, {"model.w": torch.ones(1)})
-    assert r"\ud800w is missing in the model" in refused(new_run(folder="tuned"), Model(), str(tmp_path / "crafted"))
 
 
 def test_missing_unexpected_and_converted_tensors_are_reported_by_name(
