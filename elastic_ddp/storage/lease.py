@@ -11,18 +11,24 @@ clocks of machines are never compared.
 
 from __future__ import annotations
 
+import getpass
 import json
 import logging
+import os
 import re
+import shlex
+import socket
+import sys
 import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
+from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 from elastic_ddp.errors import ConfigError, DriverReplacedError, StorageError
-from elastic_ddp.storage.lease_holder import Driver
 from elastic_ddp.storage.storage import Storage
 
 _log = logging.getLogger(__name__)
@@ -35,6 +41,69 @@ POLL_EVERY_S = 1.0
 
 _OBJECT = re.compile(r"driver/([0-9]{6,})\.json")
 _READ_ATTEMPTS = 10
+
+
+@dataclass(frozen=True, kw_only=True)
+class Driver:
+    """A driver and where it runs. `str` describes it for messages."""
+
+    session: str = ""
+    host: str = "an unknown host"
+    pid: int = 0
+    user: str = "an unknown user"
+    command: str = ""
+    since: str = "an unknown time"
+    """Start time by the clock of its host, in ISO format."""
+    ray_address: str | None = None
+    """None until it has connected to Ray."""
+    boot_id: str = ""
+    """Boot id of its host's kernel; empty if unknown."""
+    pid_namespace: int = 0
+    """Inode of the namespace of `pid`."""
+    started: int | None = None
+    """Start of the process in clock ticks since boot, which tells it from a later process with the same pid."""
+
+    def __str__(self) -> str:
+        ray = f"Ray at {self.ray_address}" if self.ray_address else "not connected to Ray"
+        command = f", started with `{self.command}`" if self.command else ""
+        return f"pid {self.pid} of {self.user} on {self.host}, since {self.since}, {ray}{command}"
+
+    @classmethod
+    def this_process(cls) -> Driver:
+        """Describes the current process."""
+        try:
+            user = getpass.getuser()
+        except (KeyError, OSError):  # users in containers may have no name
+            user = f"user {os.getuid()}"
+        boot_id, pid_namespace = _pid_scope()
+        return cls(
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            user=user,
+            command=shlex.join(sys.orig_argv),
+            since=datetime.now(UTC).isoformat(timespec="seconds"),
+            boot_id=boot_id,
+            pid_namespace=pid_namespace,
+            started=started(os.getpid()),
+        )
+
+    def is_alive(self) -> bool | None:
+        """Returns whether the process is alive; None if this process cannot see that."""
+        if not self.boot_id or (self.boot_id, self.pid_namespace) != _pid_scope():
+            return None
+        started_at = started(self.pid)
+        if started_at is None:
+            try:
+                os.kill(self.pid, 0)
+            except PermissionError:  # processes of other users may be hidden
+                return None
+            except ProcessLookupError:
+                pass
+            return False  # dead, or a zombie
+        if started_at != self.started:
+            return False
+        # This process may have failed to release an earlier lease, for example in a notebook.
+        return None if self.pid == os.getpid() else True
 
 
 def find_holder(storage: Storage) -> Driver | None:
@@ -83,7 +152,9 @@ class DriverLease:
         self.replaced = threading.Event()
         self._storage = storage
         self._run_name = run_name
-        self._name_session, self._notify, self._after = name_session, notify, after
+        self._name_session = name_session
+        self._notify = notify
+        self._after = after
         self._driver = driver or Driver.this_process()
         self._clock = clock
         self._sleep = sleep
@@ -166,7 +237,8 @@ class DriverLease:
             try:
                 newest = _read_newest(self._storage)
                 if newest is not None and newest.term >= self._term and newest.driver.session != self.session:
-                    self._successor, self._term = newest.driver, None
+                    self._successor = newest.driver
+                    self._term = None
                     self.replaced.set()
                     return
                 self._count += 1
@@ -179,9 +251,10 @@ class DriverLease:
 
     def _has_expired(self, lease: _Lease) -> bool:
         """Returns whether a lease's holder is dead, False if the lease has changed hands; raises if it is alive."""
-        if is_alive := lease.driver.is_alive():
+        is_alive = lease.driver.is_alive()
+        if is_alive:
             raise self._refusal(lease.driver)
-        if is_alive is not None:
+        if is_alive is False:
             return True
         self._notify(
             f"run {self._run_name!r}: its driver may be alive: {lease.driver}. Waiting up to {EXPIRES_AFTER_S:g} s "
@@ -235,7 +308,8 @@ def _key(term: int) -> str:
 def _read_newest(storage: Storage) -> _Lease | None:
     """Returns the valid lease, None if there never was one."""
     for _ in range(_READ_ATTEMPTS):
-        if not (terms := _terms(storage)):
+        terms = _terms(storage)
+        if not terms:
             return None
         with suppress(FileNotFoundError):  # a newer term was created meanwhile
             return _parse(terms[-1], storage.read(_key(terms[-1])))
@@ -254,3 +328,22 @@ def _parse(term: int, data: bytes) -> _Lease:
         content = {}
     known = {field.name: content[field.name] for field in fields(Driver) if field.name in content}
     return _Lease(term, data, Driver(**known), released=content.get("released") is True)
+
+
+def started(pid: int) -> int | None:
+    """Returns when a process started, in clock ticks since boot; None if it is dead or cannot be seen."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_bytes()
+    except OSError:
+        return None
+    state, *rest = stat.rpartition(b")")[2].split()  # the process name before it may contain any character
+    return None if state in (b"Z", b"X") else int(rest[18])
+
+
+def _pid_scope() -> tuple[str, int]:
+    """Returns the boot id and the pid namespace in which this process's pids are valid; an empty id if unknown."""
+    try:
+        boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return boot_id, os.stat("/proc/self/ns/pid").st_ino
+    except OSError:
+        return "", 0

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 from elastic_ddp.checkpoint import planning, saver
@@ -104,6 +105,12 @@ class FaultyStorage(Storage):
         # Object by object, as object stores do it: a killed process leaves some.
         for key in super().list(prefix):
             self._run(lambda key=key: super(FaultyStorage, self).delete(key))  # type: ignore[misc]
+
+
+EVERY = [pytest.param(2, id="sampled"), pytest.param(1, id="all", marks=pytest.mark.chaos)]
+"""Inject the fault at every second operation, or at each one."""
+WHEN = ["before", pytest.param("after", marks=pytest.mark.chaos)]
+"""Before an operation, or after it: almost the same moment as before the next one."""
 
 
 def new_folder() -> str:

@@ -40,10 +40,10 @@ class ClockedStorage(Storage):
 
 
 def open_storage(request: pytest.FixtureRequest, tmp_path: Path) -> ClockedStorage:
-    """Returns a folder of the kind that the fixture's parameter names: local, memory or s3."""
+    """Returns a folder of the kind that the fixture's parameter names: local or s3."""
     if request.param == "s3":
         return ClockedStorage(f"{request.getfixturevalue('s3')}/runs/one")
-    return ClockedStorage(f"memory://{uuid.uuid4().hex}" if request.param == "memory" else tmp_path / "run")
+    return ClockedStorage(tmp_path / "run")
 
 
 def save(store: SingleRankStore, step: int, value: float | None = None, measured_at: int | None = None) -> Commit:

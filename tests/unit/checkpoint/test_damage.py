@@ -94,7 +94,7 @@ def test_a_flipped_bit_in_any_object_or_manifest_is_noticed(tmp_path: Path, comm
     for key in [newest.key, *(stored.key for stored in newest.all_objects)]:
         file = tmp_path / "run" / COMMITS / key
         good = file.read_bytes()
-        for position in range(0, len(good), 1 + len(good) // 40):
+        for position in range(0, len(good), 1 + len(good) // 15):
             bad = bytearray(good)
             bad[position] ^= 1 << position % 8
             file.write_bytes(bad)

@@ -25,7 +25,7 @@ from tests.unit.faulty_reads import UnreadableObject
 from tests.unit.housekeeping_helpers import ClockedStorage, open_storage, save, steps_in, write_orphan
 
 
-@pytest.fixture(params=["local", "memory", "s3"])
+@pytest.fixture(params=["local", "s3"])
 def storage(request: pytest.FixtureRequest, tmp_path: Path) -> ClockedStorage:
     return open_storage(request, tmp_path)
 
@@ -306,9 +306,10 @@ def test_a_commit_of_another_run_at_the_same_step_is_set_aside(tmp_path: Path) -
 )
 @pytest.mark.parametrize("at", range(9))
 def test_a_late_commit_of_a_worker_that_left_never_lists_missing_objects(
-    storage: ClockedStorage, at: int, keep: Retention, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, at: int, keep: Retention, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It commits step 4 at any moment of the commit of step 6 by another worker."""
+    storage = Storage(tmp_path)
     late_store, other = CheckpointStore(storage, keep=keep), CheckpointStore(storage, keep=keep)
     other.complete(**written(storage, 2), fence=lambda: None)
     late, mine = written(storage, 4), written(storage, 6)

@@ -34,7 +34,7 @@ from tests.single_rank_store import SingleRankStore
 from tests.unit.blocks import ATTEMPT, PREFIX, SHAPES, commit_of, in_slabs_from, read, same, write
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(
     st.integers(1, 4), st.integers(1, 4), st.tuples(st.integers(1, 9), st.integers(1, 6), st.integers(1, 6)), st.data()
 )
@@ -315,10 +315,8 @@ def test_a_commit_that_does_not_fit_into_memory_is_refused_and_not_rejected(
 
 def refusal(group: ProcessGroup, uri: str) -> str:
     """The error of a restore on two ranks, of which rank 1 has too little memory."""
-    with (
-        patch.object(reader, "MEMORY_BYTES", 1 if group.rank else reader.MEMORY_BYTES),
-        pytest.raises(ConfigError) as caught,
-    ):
+    memory_bytes = 1 if group.rank else reader.MEMORY_BYTES
+    with patch.object(reader, "MEMORY_BYTES", memory_bytes), pytest.raises(ConfigError) as caught:
         restore(CommitCatalog(Storage(uri)), Storage(uri), group)
     return str(caught.value)
 

@@ -161,7 +161,7 @@ def test_a_tensor_of_different_shape_on_another_rank_is_not_committed(tmp_path: 
         model = {"a": torch.zeros(100), "b": torch.zeros(9 + rank)}
         writer.stage({"model": model}, rank=rank, world_size=2, seed=attempt)
         parts.append(writer.write(storage, attempt_prefix(1, attempt)).model_copy(update={"samples": ()}))
-    assert [block.tensor for block in parts[1].blocks] == ["model.b"]
+    assert [*parts[1].tensors] == ["model.b"]
     with pytest.raises(ReplicasDifferError, match=r"model\.b is \('float32', \(9,\)\) on rank 0 and .*\(10,\)"):
         CheckpointStore(storage, keep=1).complete(
             step=1, attempt=attempt, parts=parts, kinds=writers[0].kinds, record={}, fence=lambda: None

@@ -22,10 +22,10 @@ from elastic_ddp.storage.storage import Storage
 from elastic_ddp.tensors import host_memory
 from tests.saving import Ranks, check_commits
 from tests.single_rank_store import SingleRankStore
-from tests.unit.checkpoint.test_checkpoint import keys_of, make_state, restored_step, step_of
+from tests.unit.checkpoint.test_checkpoint import keys_of, make_state, restored_step
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("world_size", [1, 3])
 def test_the_parts_of_all_ranks_become_one_commit(tmp_path: Path, world_size: int) -> None:
     storage = Storage(tmp_path)
     ranks = Ranks(lambda rank: storage, world_size)
@@ -82,7 +82,7 @@ class Failing(Storage):
         raise StorageError("no space left")
 
 
-@pytest.mark.parametrize("failing", [0, 1, 2])
+@pytest.mark.parametrize("failing", [0, 1])
 def test_a_failed_write_of_a_rank_fails_the_save_and_leaves_nothing(tmp_path: Path, failing: int) -> None:
     storage = Storage(tmp_path)
     ranks = Ranks(lambda rank: Failing(tmp_path) if rank == failing else storage, 3)
@@ -207,6 +207,7 @@ def test_late_writes_of_other_ranks_are_removed_after_a_failed_save(tmp_path: Pa
     assert Storage(tmp_path).list() == []
 
 
+@pytest.mark.usefixtures("quick_ranks")
 def test_a_failed_rank_fails_the_save(tmp_path: Path) -> None:
     ranks = Ranks(lambda rank: Storage(tmp_path), 3)
     ranks.begin(2, of=[0, 2])  # rank 1 fails before it has written anything
@@ -219,13 +220,14 @@ def test_a_failed_rank_fails_the_save(tmp_path: Path) -> None:
     assert Storage(tmp_path).list() == []
 
 
+@pytest.mark.usefixtures("quick_ranks")
 def test_a_save_whose_ranks_all_survive_outlives_its_generation(tmp_path: Path) -> None:
     slow = Slow(tmp_path)
     ranks = Ranks(lambda rank: slow if rank == 1 else Storage(tmp_path), 2)
     ranks.begin(2)
     for saver in ranks.savers:
         saver.generation_broke()
-    assert not ranks.savers[0].wait(within_s=4.0), "rank 1 still writes, and sends heartbeats"
+    assert not ranks.savers[0].wait(within_s=0.5), "rank 1 still writes, and sends heartbeats"
     slow.go.set()
     assert isinstance(ranks.wait(), Commit) and restored_step(Storage(tmp_path)) == 2
 
@@ -293,12 +295,3 @@ def test_garbage_collection_is_paused_while_training_waits_for_a_save(
     monkeypatch.setattr(StateWriter, "stage", watched)
     ranks.begin(1)
     assert isinstance(ranks.wait(), Commit) and enabled == [False] and gc.isenabled()
-
-
-def test_three_ranks_save_the_same_state_as_one(tmp_path: Path) -> None:
-    ranks = Ranks(lambda rank: Storage(tmp_path / "three"), 3)
-    ranks.begin(9)
-    commit = ranks.wait()
-    assert step_of(SingleRankStore(Storage(tmp_path / "three"), keep=1).load(commit)) == 9
-    alone = SingleRankStore(Storage(tmp_path / "one"), keep=1).save(make_state(9), step=9, record={"step": 9})
-    assert alone.tensors.keys() == commit.tensors.keys() and alone.num_bytes == commit.num_bytes

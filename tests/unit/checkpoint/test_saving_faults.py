@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +14,7 @@ from elastic_ddp.errors import CheckpointError, StorageError
 from elastic_ddp.storage.storage import Storage
 from tests.single_rank_store import SingleRankStore
 from tests.unit.checkpoint.test_checkpoint import keys_of, make_state, restored_step, save
-from tests.unit.faulty import FaultyStorage, new_folder, ranks_of_many_blocks
+from tests.unit.faulty import EVERY, FaultyStorage, new_folder, ranks_of_many_blocks
 
 LIMIT_S = 60.0
 
@@ -93,10 +92,14 @@ def check_next(uri: str, world_size: int, keep: int) -> None:
     assert [upload for upload in Storage(uri).uploads() if not upload.key.startswith("set-aside/")] == []
 
 
-FAULTS = ["error before", "error after", "dies before", "dies after", "dies within", "lies", "twice", "calls before"]
+FAULTS = [
+    *("error before", "error after", "dies before", "dies within", "lies", "twice", "calls before"),
+    pytest.param("dies after", marks=pytest.mark.chaos),
+]
 
 
 @pytest.mark.usefixtures("quick_ranks")
+@pytest.mark.parametrize("every", EVERY)
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize(
     ("world_size", "keep"),
@@ -107,7 +110,7 @@ FAULTS = ["error before", "error after", "dies before", "dies after", "dies with
     ],
 )
 def test_after_any_fault_of_a_rank_in_a_save_a_complete_commit_is_restored(
-    world_size: int, keep: int, fault: str
+    world_size: int, keep: int, fault: str, every: int
 ) -> None:
     for rank in range(world_size):
         at = 0
@@ -132,18 +135,8 @@ def test_after_any_fault_of_a_rank_in_a_save_a_complete_commit_is_restored(
                 check_next(saved.uri, world_size, keep)
             if saved.faulty.operations <= at:
                 break
-            at += 1
+            at += every
         assert at >= (9 if rank == 0 else 2), "the number of operations of a save"
-
-
-@pytest.mark.usefixtures("quick_ranks")
-@pytest.mark.parametrize("fault", ["dies after", "dies within", "error before"])
-def test_after_a_fault_on_a_disk_a_complete_commit_is_restored(tmp_path: Path, fault: str) -> None:
-    for at in range(0, 16, 3):
-        saved = Save(str(tmp_path / str(at)), 2, 0, fault, at, 2)
-        saved.run()
-        assert restored_step(Storage(saved.uri)) in (2, 3)
-        check_next(saved.uri, 2, 2)
 
 
 def test_losing_the_first_commit_removes_nothing() -> None:

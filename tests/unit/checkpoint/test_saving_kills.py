@@ -15,13 +15,14 @@ from tests.ranks import PROCESSES
 from tests.saving import FileMailbox
 from tests.unit.checkpoint.test_checkpoint import restored_step, save
 from tests.unit.checkpoint.test_saving_faults import CHECK_EVERY, check_next
-from tests.unit.faulty import ranks_of_many_blocks, save_until_killed
+from tests.unit.faulty import EVERY, WHEN, ranks_of_many_blocks, save_until_killed
 
 
 @pytest.mark.usefixtures("quick_ranks")
-@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("every", EVERY)
+@pytest.mark.parametrize("when", WHEN)
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_kill_at_any_operation_leaves_a_complete_commit(tmp_path: Path, rank: int, when: str) -> None:
+def test_a_kill_at_any_operation_leaves_a_complete_commit(tmp_path: Path, rank: int, when: str, every: int) -> None:
     at, killed = 0, True
     while killed:
         messages, uri = tmp_path / f"messages-{at}", str(tmp_path / f"commits-{at}")
@@ -46,5 +47,5 @@ def test_a_kill_at_any_operation_leaves_a_complete_commit(tmp_path: Path, rank: 
         assert restored in ((2, 3) if killed else (3,))
         if at % CHECK_EVERY == rank:
             check_next(uri, 2, 2)
-        at += 1
+        at += every
     assert at > (10 if rank == 0 else 2), "the number of operations of a save"

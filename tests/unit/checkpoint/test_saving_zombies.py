@@ -16,7 +16,7 @@ from tests.ranks import single_rank_group
 from tests.single_rank_store import SingleRankStore
 from tests.unit.checkpoint.test_checkpoint import keys_of, make_state, save, step_of
 from tests.unit.checkpoint.test_saving_faults import CHECK_EVERY
-from tests.unit.faulty import FaultyStorage, new_folder, ranks_of_many_blocks
+from tests.unit.faulty import EVERY, WHEN, FaultyStorage, new_folder, ranks_of_many_blocks
 
 pytestmark = pytest.mark.usefixtures("quick_ranks")
 
@@ -129,69 +129,58 @@ def check_next(storage: Storage, step: int) -> None:
     assert storage.list() == sorted(key for commit in newest[-2:] for key in keys_of(commit))
 
 
+@pytest.mark.parametrize("every", EVERY)
+@pytest.mark.parametrize("when", WHEN)
 @pytest.mark.parametrize("zombie_step", ZOMBIES)
 @pytest.mark.parametrize("kind", ["writes", "lists", "asks"])
-def test_an_ended_generation_never_commits(kind: str, zombie_step: int) -> None:
+def test_an_ended_generation_never_commits(kind: str, zombie_step: int, when: str, every: int) -> None:
     for rank in (0, 1):
-        for when in ("before", "after"):
-            at, reached = 0, True
-            while reached:
-                storage, zombie, outcome, reached = save_beside(zombie_step, kind, rank, when, at)
-                what = f"{when} operation {at} of rank {rank}: {outcome!r:.200}"
-                assert isinstance(zombie.outcome, PeerFailedError), what
-                assert isinstance(outcome, Commit) and restored(storage) == (outcome, STEP), what
-                assert storage.list() == [
-                    *storage.list("commits"), *storage.list("step=2"), *storage.list(outcome.prefix)
-                ] and storage.list("commits") == ["commits/2.json", outcome.key], what  # fmt: skip
-                at += 1
-            assert at > (8 if rank == 0 else 2)
+        at, reached = 0, True
+        while reached:
+            storage, zombie, outcome, reached = save_beside(zombie_step, kind, rank, when, at)
+            what = f"{when} operation {at} of rank {rank}: {outcome!r:.200}"
+            assert isinstance(zombie.outcome, PeerFailedError), what
+            assert isinstance(outcome, Commit) and restored(storage) == (outcome, STEP), what
+            assert storage.list() == [
+                *storage.list("commits"), *storage.list("step=2"), *storage.list(outcome.prefix)
+            ] and storage.list("commits") == ["commits/2.json", outcome.key], what  # fmt: skip
+            at += every
+        assert at > (8 if rank == 0 else 2)
     check_next(storage, STEP)
 
 
+@pytest.mark.parametrize("every", EVERY)
+@pytest.mark.parametrize("when", WHEN)
 @pytest.mark.parametrize("zombie_step", ZOMBIES)
-def test_a_saver_suspended_during_its_commit_does_no_harm(zombie_step: int) -> None:
-    """No fence protects that moment. The commit is complete or absent, and newer commits stay."""
+@pytest.mark.parametrize("kind", ["may commit", "removes"])
+def test_a_saver_suspended_after_the_fence_does_no_harm(kind: str, zombie_step: int, when: str, every: int) -> None:
+    """Its commit is complete or absent, newer commits stay, and it removes only commits older than its own."""
     for rank in (0, 1):
-        for when in ("before", "after"):
-            at, reached = 0, True
-            while reached:
-                storage, zombie, outcome, reached = save_beside(zombie_step, "may commit", rank, when, at)
-                what = f"{when} operation {at} of rank {rank}: {outcome!r:.200}; {zombie.outcome!r:.200}"
-                commit, state = restored(storage)
-                assert (commit.step, state) in ((STEP, STEP), (zombie_step, zombie_step + OTHER)), what
-                if isinstance(outcome, Commit):
-                    assert commit.step >= STEP and (commit.step > STEP or commit == outcome), what
-                if (rank, when) == (0, "before") and at % CHECK_EVERY == 0:
-                    check_next(storage, commit.step)
-                at += 1
-            assert at > (8 if rank == 0 else 2)
-
-
-@pytest.mark.parametrize("zombie_step", ZOMBIES)
-def test_a_saver_suspended_during_its_removals_does_no_harm(zombie_step: int) -> None:
-    """It has passed the fence. It removes only commits older than its own."""
-    for rank in (0, 1):
-        for when in ("before", "after"):
-            at, reached = 0, True
-            while reached:
-                storage, zombie, outcome, reached = save_beside(zombie_step, "removes", rank, when, at)
-                what = f"{when} operation {at} of rank {rank}: {outcome!r:.200}; {zombie.outcome!r:.200}"
+        at, reached = 0, True
+        while reached:
+            storage, zombie, outcome, reached = save_beside(zombie_step, kind, rank, when, at)
+            what = f"{when} operation {at} of rank {rank}: {outcome!r:.200}; {zombie.outcome!r:.200}"
+            commit, state = restored(storage)
+            assert (commit.step, state) in ((STEP, STEP), (zombie_step, zombie_step + OTHER)), what
+            if kind == "removes":
                 assert isinstance(zombie.outcome, Commit) and isinstance(outcome, Commit), what
-                commit, state = restored(storage)
-                newest = max(STEP, zombie_step)
-                assert commit.step == newest, what
                 assert state == (zombie_step + OTHER if zombie_step >= STEP else STEP), what
-                if (rank, when) == (0, "before") and at % CHECK_EVERY == 0:
-                    check_next(storage, commit.step)
-                at += 1
-            assert at > (4 if rank == 0 else 0)
+            elif isinstance(outcome, Commit):
+                assert commit.step >= STEP and (commit.step > STEP or commit == outcome), what
+            if rank == 0 and at % CHECK_EVERY == 0:
+                check_next(storage, commit.step)
+            at += every
+        assert at > (4 if rank == 0 else 0)
 
 
+@pytest.mark.parametrize("every", EVERY)
 @pytest.mark.parametrize("dies", [0, 1])
 @pytest.mark.parametrize("zombie_step", ZOMBIES)
 @pytest.mark.parametrize("kind", ["writes", "lists", "asks", "may commit", "removes"])
-def test_a_zombie_does_no_harm_after_a_failure_in_the_newer_generation(kind: str, zombie_step: int, dies: int) -> None:
-    """The failure happens at each operation. One of the two has committed the restored state."""
+def test_a_zombie_does_no_harm_after_a_failure_in_the_newer_generation(
+    kind: str, zombie_step: int, dies: int, every: int
+) -> None:
+    """One of the two has committed the restored state."""
     at, reached = 0, True
     while reached:
         uri = new_folder()
@@ -221,7 +210,7 @@ def test_a_zombie_does_no_harm_after_a_failure_in_the_newer_generation(kind: str
             assert isinstance(zombie.outcome, PeerFailedError), what
         if at % CHECK_EVERY == 0:
             check_next(Storage(uri), commit.step)
-        at += 1
+        at += every
     assert at > (6 if dies == 0 else 2)
 
 

@@ -22,8 +22,7 @@ from typer.testing import CliRunner
 from elastic_ddp.cli import main as cli_main
 from elastic_ddp.driver import trainer
 from elastic_ddp.errors import ConfigError
-from elastic_ddp.storage.lease import DriverLease
-from elastic_ddp.storage.lease_holder import Driver
+from elastic_ddp.storage.lease import Driver, DriverLease
 from elastic_ddp.storage.storage import Storage
 from elastic_ddp.telemetry import Ledger, summarize
 from elastic_ddp.telemetry.phases import STEP_PHASES
@@ -191,8 +190,13 @@ def test_status_of_a_run_whose_driver_was_killed_explains_how_to_resume(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The cluster that the driver started may be gone as well."""
-    driver = Driver.this_process("s1")
-    lease = {**asdict(driver), "ray_address": "127.0.0.1:1", "count": 0, "released": False}
+    lease = {
+        **asdict(Driver.this_process()),
+        "session": "s1",
+        "ray_address": "127.0.0.1:1",
+        "count": 0,
+        "released": False,
+    }
     Storage(tmp_path).write("driver/000001.json", json.dumps(lease).encode())
     with pytest.raises(ConfigError, match=r"no Ray cluster responds at 127\.0\.0\.1:1\..*the same command resumes it"):
         invoke("status", str(tmp_path))

@@ -16,8 +16,7 @@ import pytest
 from elastic_ddp.checkpoint import Commit, CommitCatalog, housekeeping
 from elastic_ddp.checkpoint.manifest import attempt_prefix, set_aside_key
 from elastic_ddp.errors import ConfigError, DriverReplacedError, StorageError
-from elastic_ddp.storage.lease import DriverLease, find_holder
-from elastic_ddp.storage.lease_holder import Driver, started
+from elastic_ddp.storage.lease import Driver, DriverLease, find_holder, started
 from elastic_ddp.storage.local import TEMPORARY_PREFIX
 from elastic_ddp.storage.storage import Storage
 from elastic_ddp.worker.job import COMMITS
@@ -245,7 +244,7 @@ def test_prune_removes_objects_of_a_run_without_a_complete_commit(tmp_path: Path
 
 
 def test_prune_removes_nothing_while_the_run_is_live(tmp_path: Path, commits: list[Commit]) -> None:
-    driver = replace(Driver.this_process("another"), started=started(1), pid=1)
+    driver = replace(Driver.this_process(), session="another", started=started(1), pid=1)
     with DriverLease(Storage(tmp_path / "lm"), "lm", lambda _: "another", print, driver=driver) as lease:
         lease.acquire()
         message = rf"the run is live.*pid 1 of .*{socket.gethostname()}"

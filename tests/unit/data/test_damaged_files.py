@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from contextlib import closing
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +19,7 @@ from elastic_ddp.driver.run_handle import get_run
 from elastic_ddp.driver.start_checks import check_identity
 from elastic_ddp.driver.trainer import ElasticTrainer
 from elastic_ddp.errors import ConfigError, DataError
-from elastic_ddp.storage.lease import DriverLease
-from elastic_ddp.storage.lease_holder import Driver
+from elastic_ddp.storage.lease import Driver, DriverLease
 from elastic_ddp.storage.storage import Storage
 from elastic_ddp.telemetry import Ledger, new_session, read_ledger, summarize
 from elastic_ddp.worker.job import COMMITS, Job
@@ -129,7 +127,7 @@ def test_a_damaged_lease_is_taken_over_with_the_next_number(run: Storage, share:
     def sleep(seconds: float) -> None:
         now[0] += seconds
 
-    driver = replace(Driver.this_process(), session="")
+    driver = Driver.this_process()
     options: Any = {"driver": driver, "clock": lambda: now[0], "sleep": sleep}
     with DriverLease(run, "lm", new_session, print, **options) as lease:
         lease.acquire()
