@@ -190,13 +190,8 @@ def test_status_of_a_run_whose_driver_was_killed_explains_how_to_resume(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The cluster that the driver started may be gone as well."""
-    lease = {
-        **asdict(Driver.this_process()),
-        "session": "s1",
-        "ray_address": "127.0.0.1:1",
-        "count": 0,
-        "released": False,
-    }
+    driver = Driver.this_process()
+    lease = {**asdict(driver), "session": "s1", "ray_address": "127.0.0.1:1", "count": 0, "released": False}
     Storage(tmp_path).write("driver/000001.json", json.dumps(lease).encode())
     with pytest.raises(ConfigError, match=r"no Ray cluster responds at 127\.0\.0\.1:1\..*the same command resumes it"):
         invoke("status", str(tmp_path))
