@@ -5,7 +5,9 @@ from __future__ import annotations
 import itertools
 import json
 import re
+import threading
 from collections.abc import Iterable, Mapping
+from concurrent.futures import Future, wait
 from typing import Any
 
 import torch
@@ -18,7 +20,7 @@ from elastic_ddp.checkpoint.planning import Block, local_blocks, plan_blocks, sh
 from elastic_ddp.checkpoint.replica_check import Sampler
 from elastic_ddp.errors import CheckpointError, ElasticDDPError, format_exception
 from elastic_ddp.storage.storage import Storage
-from elastic_ddp.storage.watchdog import DaemonPool
+from elastic_ddp.storage.watchdog import run_in_daemon
 from elastic_ddp.tensors import host_memory
 from elastic_ddp.tensors.dtensor import is_dtensor
 from elastic_ddp.tensors.state_tree import dtype_name, flatten
@@ -263,11 +265,13 @@ class BlockWriter:
         writes = [
             (f"{prefix}/{writer}-{number}.bin", buffer.numpy().data) for number, buffer in enumerate(self._buffers)
         ]
-        pool = DaemonPool(lambda write: storage.write(*write), writes, size=PARALLEL_OBJECTS)
-        try:  # checksums are computed while the pool writes
+        writing = _begin_writes(storage, writes)
+        try:  # checksums are computed meanwhile
             tensors = self._checksummed([data for _, data in writes])
         finally:
-            pool.wait()
+            wait(writing)
+        for thread in writing:
+            thread.result()  # raises the error of a write
         return Part(objects=tuple(StoredObject(key=key, size=len(data)) for key, data in writes), tensors=tensors)
 
     def _checksummed(self, objects: list[memoryview]) -> dict[str, StoredTensor]:
@@ -283,6 +287,24 @@ class BlockWriter:
             name: StoredTensor(dtype=dtype_name(dtype), shape=tuple(shape), blocks=tuple(blocks))
             for (name, dtype, shape), blocks in stored.items()
         }
+
+
+def _begin_writes(storage: Storage, writes: list[tuple[str, memoryview]]) -> list[Future[None]]:
+    """Writes objects in threads, `PARALLEL_OBJECTS` at a time. After a failure, no thread begins another write."""
+    remaining, has_failed = iter(writes), threading.Event()
+
+    def write() -> None:
+        for key, data in remaining:  # the iterator of a list gives each item to one thread
+            if has_failed.is_set():
+                return
+            try:
+                storage.write(key, data)
+            except BaseException:
+                has_failed.set()
+                raise
+
+    name = threading.current_thread().name
+    return [run_in_daemon(write, f"{name}-{number}") for number in range(min(PARALLEL_OBJECTS, len(writes)))]
 
 
 def _pack(blocks: Iterable[Block], object_bytes: int) -> list[list[tuple[Block, int]]]:

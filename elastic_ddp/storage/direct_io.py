@@ -9,10 +9,10 @@ from __future__ import annotations
 import ctypes
 import errno
 import fcntl
-import mmap
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from io import FileIO
 from pathlib import Path
 from typing import IO
 
@@ -32,11 +32,21 @@ def read_into(path: Path, start: int, buffer: memoryview) -> int:
     with path.open("rb", buffering=0) as file:
         done = 0
         if _is_suitable(file, buffer, start):
+            # Only the partial blocks at both ends go through the page cache.
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)  # no read-ahead
+            done = _read(file, start, buffer[: -start % DISK_BLOCK_BYTES])
+            blocks = buffer[done:][: (len(buffer) - done) // DISK_BLOCK_BYTES * DISK_BLOCK_BYTES]
             with _ignore_unsupported(), _direct_mode(file) as descriptor:
-                done = _read_blocks(descriptor, start, buffer)
-        file.seek(start + done)
-        while done < len(buffer) and (count := file.readinto(buffer[done:])):
-            done += count
+                done += os.preadv(descriptor, [blocks], start + done)
+        return done + _read(file, start + done, buffer[done:])
+
+
+def _read(file: FileIO, start: int, buffer: memoryview) -> int:
+    """Fills `buffer` through the page cache. Returns the number of bytes read."""
+    file.seek(start)
+    done = 0
+    while done < len(buffer) and (count := file.readinto(buffer[done:])):
+        done += count
     return done
 
 
@@ -89,17 +99,3 @@ def _direct_mode(file: IO[bytes]) -> Iterator[int]:
         yield descriptor
     finally:
         fcntl.fcntl(descriptor, fcntl.F_SETFL, flags)
-
-
-def _read_blocks(descriptor: int, start: int, buffer: memoryview) -> int:
-    """Reads the whole range at once; only the partial blocks at both ends are copied."""
-    before = start % DISK_BLOCK_BYTES
-    head = -start % DISK_BLOCK_BYTES
-    tail = (len(buffer) - head) % DISK_BLOCK_BYTES
-    end = len(buffer) - tail
-    first, last = (memoryview(mmap.mmap(-1, DISK_BLOCK_BYTES)) for _ in range(2))
-    targets = [*([first] if head else []), buffer[head:end], *([last] if tail else [])]
-    count = min(os.preadv(descriptor, targets, start - before) - before, len(buffer))
-    buffer[:head] = first[before : before + head]
-    buffer[end:] = last[:tail]
-    return max(0, count)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-import threading
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from datetime import UTC, datetime
 from typing import Any
 
@@ -16,8 +15,6 @@ from elastic_ddp.storage.folder import Entry, Folder
 
 _OBJECT_STORES = frozenset({"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "oss", "memory"})
 """File systems that need no parent folders."""
-_MEMORY_LOCK = threading.Lock()
-"""fsspec's memory file system checks whether an object exists and then stores it, which is not atomic."""
 _TIME_FIELDS = ("LastModified", "last_modified", "mtime", "created")
 """Names of the time of the last write in listings of S3, of Azure, of Google, SFTP and others, and of memory."""
 
@@ -54,11 +51,10 @@ class RemoteFolder(Folder):
         if getattr(fs.pipe_file, "__func__", None) is AbstractFileSystem.pipe_file:  # checks, then writes: not atomic
             raise NotImplementedError(f"{type(fs).__name__} has no mode='create' of its own")
         self._make_parent(fs, path)
-        with _MEMORY_LOCK if self._protocol == "memory" else nullcontext():
-            try:
-                fs.pipe_file(path, data, mode="create")
-            except (TypeError, ValueError) as error:  # raised by fsspec packages without modes
-                raise NotImplementedError(f"{type(fs).__name__} has no mode='create': {error}") from error
+        try:
+            fs.pipe_file(path, data, mode="create")
+        except (TypeError, ValueError) as error:  # raised by fsspec packages without modes
+            raise NotImplementedError(f"{type(fs).__name__} has no mode='create': {error}") from error
 
     def listing(self, prefix: str) -> dict[str, Entry]:
         _, base = self._open()

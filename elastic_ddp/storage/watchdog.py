@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 from elastic_ddp.errors import StorageError
 from elastic_ddp.storage.storage import Storage
@@ -18,7 +18,6 @@ MAX_OPERATION_S = 300.0
 STALL_TIMEOUT_S = 600.0
 """Time without a completed operation after which the storage counts as hung. One operation moves about ten MiB."""
 
-Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 
@@ -73,16 +72,8 @@ class WatchedStorage(Storage):
         If no operation completes for `STALL_TIMEOUT_S`, it raises StorageError and leaves the thread behind. After that
         this storage refuses operations, so the thread cannot change anything.
         """
-        done: Future[Result] = Future()
-
-        def run() -> None:
-            try:
-                done.set_result(work())
-            except BaseException as error:
-                done.set_exception(error)
-
         self._last_progress = time.monotonic()
-        threading.Thread(target=run, name=f"{threading.current_thread().name}-work", daemon=True).start()
+        done = run_in_daemon(work, f"{threading.current_thread().name}-work")
         while (left_s := self._last_progress + STALL_TIMEOUT_S - time.monotonic()) > 0:
             wait([done], left_s)
             if done.done():
@@ -111,35 +102,15 @@ class WatchedStorage(Storage):
     _delete_rest = _measured("delete_tree")
 
 
-class DaemonPool(Generic[Item]):
-    """Calls `work` with each of `items` on up to `size` daemon threads.
+def run_in_daemon(work: Callable[[], Result], name: str) -> Future[Result]:
+    """Runs `work` in a thread that does not keep the process alive if the storage hangs, as an executor's would."""
+    done: Future[Result] = Future()
 
-    Unlike the threads of an executor, they do not keep the process alive if the storage hangs.
-    """
-
-    def __init__(self, work: Callable[[Item], object], items: Sequence[Item], *, size: int) -> None:
-        self._work, self._items = work, iter(items)
-        self._error: BaseException | None = None
-        name = threading.current_thread().name
-        self._threads = [
-            threading.Thread(target=self._run, name=f"{name}-{number}", daemon=True)
-            for number in range(min(size, len(items)))
-        ]
-        for thread in self._threads:
-            thread.start()
-
-    def wait(self) -> None:
-        """Waits for all items. After a failure, waits only for the calls in progress and raises it."""
-        for thread in self._threads:
-            thread.join()
-        if self._error is not None:
-            raise self._error
-
-    def _run(self) -> None:
+    def run() -> None:
         try:
-            for item in self._items:  # the iterator of a list or tuple gives each item to one thread
-                if self._error is not None:
-                    return
-                self._work(item)
+            done.set_result(work())
         except BaseException as error:
-            self._error = error
+            done.set_exception(error)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return done

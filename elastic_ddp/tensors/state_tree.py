@@ -184,7 +184,7 @@ class _Flattener:
                     return items
                 return {"kind": name, "value": items} | ({"maxlen": value.maxlen} if kind is deque else {})
             pairs = [
-                [key if type(key) is str else self._key(key, path, len(path)), self.encode(item, (*path, key))]
+                [key if type(key) is str else self._key(key, path), self.encode(item, (*path, key))]
                 for key, item in value.items()
             ]
             node: dict[str, Any] = {"kind": name, "value": pairs}
@@ -196,11 +196,9 @@ class _Flattener:
         finally:
             self._open.discard(id(value))
 
-    def _key(self, key: Any, path: tuple[Any, ...], depth: int) -> Any:
-        if depth >= _MAX_DEPTH:
-            raise CheckpointError(f"{_dotted(path)} has a key nested deeper than {_MAX_DEPTH} levels. Flatten the key.")
+    def _key(self, key: Any, path: tuple[Any, ...]) -> Any:
         if type(key) is tuple:
-            return {"kind": "tuple", "value": [self._key(part, path, depth + 1) for part in key]}
+            return {"kind": "tuple", "value": [self._key(part, path) for part in key]}
         if key is None or type(key) in (bool, int, float, str, bytes):
             return self.encode(key, path)
         raise CheckpointError(

@@ -108,6 +108,7 @@ def test_creating_an_existing_object_is_refused_even_with_equal_bytes(storage: S
     assert storage.list() == ["commits/1.json"]
 
 
+@pytest.mark.parametrize("storage", ["local", "s3"], indirect=True)
 def test_of_many_concurrent_creators_exactly_one_succeeds(storage: Storage) -> None:
     winners = []
     barrier = threading.Barrier(6)
