@@ -42,7 +42,8 @@ class CommitCatalog:
     """
 
     def __init__(self, storage: Storage, on_reject: Callable[[str, str], object] = lambda key, reason: None) -> None:
-        self._storage, self._on_reject = storage, on_reject
+        self._storage = storage
+        self._on_reject = on_reject
         self.rejected: list[tuple[str, str]] = []
         self._attempts: dict[str, str | None] = {}  # of rejected commits, by key
 
@@ -140,7 +141,8 @@ class CommitCatalog:
         return self._usable(self._manifest_at, only)
 
     def _usable(self, read: Callable[[int], Commit | Bad | None], only: int | None) -> Iterator[Commit]:
-        self.rejected, self._attempts = [], {}
+        self.rejected = []
+        self._attempts = {}
         seen: set[int] = set()
         # List again if none was good: a saver may have committed, and removed older commits, since the listing.
         while steps := [step for step in self.steps() if step not in seen and only in (None, step)]:
@@ -170,7 +172,8 @@ class CommitCatalog:
         commit = self._manifest_at(step)
         if not isinstance(commit, Commit):
             return commit
-        if names := different_runs(record or {}, commit.record):
+        names = different_runs(record or {}, commit.record)
+        if names:
             error = CheckpointError(f"{commit.key} belongs to another run (different {shorten(names, 5)})")
             return Bad(commit.attempt, error, may_be_good=True)
         try:

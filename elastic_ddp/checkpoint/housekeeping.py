@@ -73,9 +73,11 @@ class Housekeeping:
         The newest are always read: a commit that the storage has lost must not displace good ones.
         """
         set_aside = {entry[0] for entry in map(parse_set_aside, listed) if entry is not None}
-        known, self._measured = self._measured, {}
+        known = self._measured
+        self._measured = {}
         self._doubtful &= {*steps}  # each until it is read again: the storage may fail before
-        catalog, read = CommitCatalog(storage), list[Commit]()
+        catalog = CommitCatalog(storage)
+        read = list[Commit]()
         for step in steps:
             is_older = len(self._measured) >= self._retention.last
             if is_older and not self._retention.keeps_older and step not in self._doubtful:
@@ -104,7 +106,7 @@ def plan_prune(
     """Returns what can be removed while no run is live, and the doubtful commits that stay: by step, with the reason.
 
     The newest commit of which every byte verifies stays, and so do newer ones, all at a step that cannot be read, and
-    commits of another run than that of the newest.
+    commits of another run than the newest's.
 
     Args:
         storage: a folder of commits.
@@ -118,7 +120,8 @@ def plan_prune(
     """
     uploads = unfinished_uploads(storage)
     listing = storage.listing()
-    steps, catalog = committed_steps(listing), CommitCatalog(storage)
+    steps = committed_steps(listing)
+    catalog = CommitCatalog(storage)
     complete: dict[int, Commit] = {}
     bad: dict[int, StorageError] = {}
     doubtful: dict[int, StorageError] = {}
@@ -196,7 +199,8 @@ def remove(storage: Storage, going: Removals) -> None:
     manifests = [item.manifest for item in items if item.manifest is not None]
     folders = [folder for item in items for folder in item.folders]
     for delete, names in ((storage.delete, manifests), (storage.delete_tree, folders)):
-        first, failing_s = None, 0.0
+        first = None
+        failing_s = 0.0
         for name in names:
             begun = time.monotonic()
             try:

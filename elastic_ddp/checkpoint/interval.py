@@ -52,7 +52,9 @@ class MeasuredInterval:
     def __init__(
         self, interval: Literal["auto"] | None, max_overhead: float | None, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self._is_auto, self._max_overhead, self._clock = interval == "auto", max_overhead, clock
+        self._is_auto = interval == "auto"
+        self._max_overhead = max_overhead
+        self._clock = clock
         # Tuples, replaced as a whole: the training thread and the saving thread both use them.
         self._stalls: tuple[float, ...] = ()
         self._saves: tuple[float, ...] = ()

@@ -101,7 +101,7 @@ def pieces_of(
 
 
 class _Copy(NamedTuple):
-    """What a tensor needs from a block."""
+    """The part of a block that a tensor needs."""
 
     source: tuple[int, ...]
     """First index in each dimension of the block."""
@@ -171,7 +171,8 @@ class Targets:
         """Copies the tensors' bytes out of a piece, unless the piece was read in place."""
         is_in_place = (piece.key, piece.start) in self._in_place
         for name, block in piece.blocks:
-            num_elements, copy = math.prod(block.sizes), self._copies.get((name, block.offsets))
+            num_elements = math.prod(block.sizes)
+            copy = self._copies.get((name, block.offsets))
             if copy is None or not num_elements or (is_in_place and not self._memory.is_apart(name)):
                 continue
             target = self._memory.tensors[name]

@@ -53,7 +53,8 @@ def plan_blocks(tensors: Mapping[str, torch.Tensor], block_bytes: int | None = N
     """
     plan: list[Block] = []
     for name, tensor in tensors.items():
-        box, sharded = local_box(tensor), is_sharded(tensor)
+        box = local_box(tensor)
+        sharded = is_sharded(tensor)
         for first, sizes in blocks_of(box.sizes, tensor.element_size(), block_bytes or BLOCK_BYTES):
             if math.prod(sizes) or not tensor.numel():  # a rank may have a shard without elements
                 offsets = torch.Size(start + offset for start, offset in zip(box.offsets, first, strict=True))

@@ -36,7 +36,8 @@ def identity_of(record: Mapping[str, Any]) -> dict[str, Any]:
 
 def different_runs(record: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
     """Returns the names of the settings in which the runs of two commits differ, if both records have them."""
-    mine, theirs = identity_of(record), identity_of(other)
+    mine = identity_of(record)
+    theirs = identity_of(other)
     return [name for name in mine if name in theirs and mine[name] != theirs[name]]
 
 
@@ -80,7 +81,7 @@ class Metrics:
             self._newest |= {name: Measurement(float(value), step) for name, value in values.items()}
 
     def restore(self, record: Mapping[str, Any]) -> None:
-        """Replaces all values by those of a commit's record."""
+        """Replaces all values by the values in a commit's record."""
         with self._lock:
             self._newest = measurements(record)
 

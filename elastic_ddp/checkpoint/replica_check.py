@@ -18,8 +18,10 @@ from elastic_ddp.checkpoint.manifest import padded
 from elastic_ddp.checkpoint.planning import Block, local_blocks
 from elastic_ddp.errors import ReplicasDifferError, shorten
 
-SAMPLE_BYTES, SAMPLE_PIECE_BYTES = 1 << 20, 64 << 10
-"""Largest sample of a commit, and of one of its pieces."""
+SAMPLE_BYTES = 1 << 20
+"""Largest sample of a commit."""
+SAMPLE_PIECE_BYTES = 64 << 10
+"""Largest piece of it."""
 MAX_PIECES = 64
 
 
@@ -50,7 +52,8 @@ class Sampler:
         draw = random.Random(seed)
         drawn = draw.sample(blocks, min(MAX_PIECES, len(blocks)))
         sources: list[torch.Tensor] = []
-        self._pieces, end = [], 0
+        self._pieces = []
+        end = 0
         for block, source in zip(drawn, local_blocks(tensors, drawn), strict=True):
             piece = _piece_of(source, draw)
             if sources and end + piece.nbytes > SAMPLE_BYTES:
@@ -94,7 +97,8 @@ def check_replicas(samples: Iterable[Sequence[Sample]]) -> None:
                 f"rank {rank} does not hold the same tensors as rank {by_rank.index(common)}, by name and shape. The "
                 "training function must prepare the same state on every rank"
             )
-        if different := [mine.tensor for mine, theirs in zip(own, common, strict=True) if mine != theirs]:
+        different = [mine.tensor for mine, theirs in zip(own, common, strict=True) if mine != theirs]
+        if different:
             names = shorten([*dict.fromkeys(different)], 5)
             what = f"ranks {by_rank.index(common)} and {rank} hold different values of {names}"
             if count == len(by_rank) - 1 > 1:

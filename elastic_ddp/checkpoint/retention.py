@@ -1,4 +1,4 @@
-"""Which commits stay, and what goes: pure functions of plain values."""
+"""The choice of the commits that stay and of the objects to remove: pure functions of plain values."""
 
 from __future__ import annotations
 
@@ -67,7 +67,8 @@ def _first_of_each(every_steps: int, steps: Collection[int], complete: Collectio
 
     A bad commit may be the one to keep: another version of this package may have written it.
     """
-    staying, newest_multiple = set(), 0
+    staying = set()
+    newest_multiple = 0
     for step in sorted(steps):
         if step // every_steps > newest_multiple:
             staying.add(step)
@@ -93,7 +94,7 @@ class Removal:
 
 @dataclass(frozen=True)
 class Removals:
-    """What goes: superseded commits, the oldest first, commits that were set aside, and orphans.
+    """Superseded commits, the oldest first, commits that were set aside, and orphans.
 
     An orphan is an attempt without a manifest.
     """
@@ -132,10 +133,12 @@ def plan_removals(
     steps = committed_steps(listing)
     superseded = [step for step in reversed(steps) if step <= newest and step not in staying]
     committed = {commit.step: commit.prefix for commit in read if commit.step not in superseded}
-    protected, protected_steps = {*committed.values()}, {*steps} - {*superseded, *committed}
+    protected = {*committed.values()}
+    protected_steps = {*steps} - {*superseded, *committed}
     aside: dict[str, tuple[int, str]] = {}
     for key in listing:
-        if (entry := parse_set_aside(key)) is not None:
+        entry = parse_set_aside(key)
+        if entry is not None:
             step, attempt = entry
             folder = attempt_prefix(step, attempt or "unknown")
             if with_set_aside and step not in protected_steps:
@@ -144,7 +147,9 @@ def plan_removals(
                 protected_steps.add(step)
             else:
                 protected.add(folder)
-    num_bytes, attempts, written_at = Counter[str](), defaultdict[int, set[str]](set), defaultdict[str, float](float)
+    num_bytes = Counter[str]()
+    attempts = defaultdict[int, set[str]](set)
+    written_at = defaultdict[str, float](float)
     unfinished = [(upload.key, Entry(upload.num_bytes, upload.started_at)) for upload in uploads]
     for key, found in [*listing.items(), *unfinished]:
         step_of_key, name = attempt_of(key) or (None, key)

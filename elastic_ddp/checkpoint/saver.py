@@ -29,13 +29,16 @@ from elastic_ddp.storage.watchdog import WatchedStorage
 
 _log = logging.getLogger(__name__)
 
-COPY_PAUSE, MAX_COPY_PAUSE_S = 0.25, 0.25
+COPY_PAUSE = 0.25
 """After its copy, a rank waits for this share of the copy's time: other ranks still copy and need the bandwidth."""
+MAX_COPY_PAUSE_S = 0.25
 MAILBOX_POLL_S = 0.01
 SAVE_HEARTBEAT_S = 0.5
 """Interval between the heartbeats of a rank that is writing."""
-SILENT_RANK_S, FAILED_RANK_S = 15.0, 2.0
-"""Rank 0 gives up on a rank after this long without a heartbeat: normally, and once some rank has failed."""
+SILENT_RANK_S = 15.0
+"""Rank 0 gives up on a rank after this long without a heartbeat."""
+FAILED_RANK_S = 2.0
+"""The same, once some rank has failed."""
 CHUNK_CHARACTERS = 1 << 20
 """Largest chunk of a report. Torch's store takes values of up to 8 MiB; a character takes up to four bytes."""
 
@@ -98,7 +101,8 @@ class Saver:
     """
 
     def __init__(self, storage: Storage, store: CheckpointStore, *, of_rank_0: frozenset[str] = frozenset()) -> None:
-        self._storage, self._store = storage, store
+        self._storage = storage
+        self._store = store
         self._writer = StateWriter(of_rank_0=of_rank_0)
         self._thread = BackgroundThread("save")
         self._generation_broke = threading.Event()
@@ -128,7 +132,8 @@ class Saver:
         # A thread of an abandoned save may still write from the buffers that are overwritten here. That does no harm:
         # its attempt is never committed.
         self._memory_error = None
-        began_at, collects = time.monotonic(), gc.isenabled()
+        began_at = time.monotonic()
+        collects = gc.isenabled()
         gc.disable()  # with 10,000 tensors, a collection would take longer than to stage them
         try:
             self._writer.stage(state, rank=save.rank, world_size=save.world_size, seed=save.attempt)
@@ -166,7 +171,8 @@ class Saver:
 
     def _write_and_report(self, save: Save, storage: WatchedStorage) -> None:
         """Writes this rank's share, with heartbeats to rank 0 meanwhile, and reports the outcome."""
-        messages, done = _Messages(save, save.rank), threading.Event()
+        messages = _Messages(save, save.rank)
+        done = threading.Event()
         heartbeat = threading.Thread(target=_send_heartbeats, args=[messages, done], name="save-heartbeat", daemon=True)
         heartbeat.start()
         try:
@@ -183,11 +189,13 @@ class Saver:
 
     def _commit(self, save: Save, storage: WatchedStorage) -> None:
         """Writes the share of rank 0, waits for the other ranks, and commits."""
-        store, ended = self._store.through(storage, save.on_reject), threading.Lock()
+        store = self._store.through(storage, save.on_reject)
+        ended = threading.Lock()
 
         def report(outcome: Commit | Exception) -> bool:
             """Reports the first outcome only: work that was abandoned may still end. Returns whether it was first."""
-            if is_first := ended.acquire(blocking=False):
+            is_first = ended.acquire(blocking=False)
+            if is_first:
                 save.on_end(outcome)
             return is_first
 
@@ -229,10 +237,13 @@ class Saver:
     def _receive_part(self, rank: int, save: Save) -> Part:
         """Waits for the report of a rank, and returns the part that it wrote, or raises why there is none."""
         messages = _Messages(save, rank)
-        heartbeat, alive_at = None, time.monotonic()
+        heartbeat = None
+        alive_at = time.monotonic()
         while (report := messages.receive()) is None:
-            if (newest := messages.heartbeat()) != heartbeat:
-                heartbeat, alive_at = newest, time.monotonic()
+            newest = messages.heartbeat()
+            if newest != heartbeat:
+                heartbeat = newest
+                alive_at = time.monotonic()
             has_failure = self._generation_broke.is_set()
             timeout_s = FAILED_RANK_S if has_failure else SILENT_RANK_S
             if time.monotonic() - alive_at > timeout_s:
@@ -250,7 +261,8 @@ class _Messages:
 
     def __init__(self, save: Save, rank: int) -> None:
         assert save.mailbox is not None
-        self._mailbox, self._key = save.mailbox, f"{save.attempt}/{rank}"
+        self._mailbox = save.mailbox
+        self._key = f"{save.attempt}/{rank}"
 
     def send_heartbeat(self, text: str) -> None:
         self._mailbox.put(f"{self._key}/heartbeat", text)

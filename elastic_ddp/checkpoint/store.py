@@ -44,7 +44,10 @@ class CheckpointStore(CommitCatalog):
     def through(self, storage: Storage, on_reject: Callable[[str, str], object]) -> CheckpointStore:
         """Returns the same store with another access to its folder, which reports rejected commits by itself."""
         other = copy(self)
-        other._storage, other._on_reject, other.rejected, other._attempts = storage, on_reject, [], {}
+        other._storage = storage
+        other._on_reject = on_reject
+        other.rejected = []
+        other._attempts = {}
         return other
 
     def complete(
@@ -87,14 +90,16 @@ class CheckpointStore(CommitCatalog):
             commit = Commit.from_bytes(manifest_key(step), manifest)
             self._check_stored(commit)
             # Later generations remove uncommitted attempts of earlier steps.
-            if not is_current() and (later := [committed for committed in self.steps() if committed > step]):
+            later = [] if is_current() else [committed for committed in self.steps() if committed > step]
+            if later:
                 raise SupersededError(f"step {step} is not committed: step {max(later)} has been committed meanwhile")
             fence()  # after the listing, during which another generation may have taken over
         except BaseException:
             self.discard(attempt_prefix(step, attempt))
             raise
         # From here on a failure removes no objects: the manifest may be stored, and only the response lost.
-        own, commit = commit, self._publish(commit, manifest, fence)
+        own = commit
+        commit = self._publish(commit, manifest, fence)
         if commit is own and not is_current():
             try:  # a later generation may have removed them at the moment of the commit
                 self._check_stored(commit)

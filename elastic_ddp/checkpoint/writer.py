@@ -56,12 +56,13 @@ class StateWriter:
 
     def __init__(self, *, of_rank_0: frozenset[str] = frozenset()) -> None:
         self._of_rank_0 = of_rank_0
-        self._blocks, self._sampler = BlockWriter(), Sampler()
+        self._blocks = BlockWriter()
+        self._sampler = Sampler()
         self._skeletons: dict[str, Any] | None = None
         """On rank 0: of the staged state, until it is written. They share nothing with the state, which may change."""
         self._rank = 0
         self._kind: Any = None
-        """What the plan below depends on."""
+        """All that the plan below depends on."""
         self._share: list[Block] = []
         self._replicated: list[Block] = []
         """Blocks that all ranks hold alike."""
@@ -87,7 +88,8 @@ class StateWriter:
             HostMemoryError: the host memory for the share cannot be allocated.
         """
         skeletons, tensors = _flatten_components(state)
-        self._rank, self._skeletons = rank, skeletons if rank == 0 else None
+        self._rank = rank
+        self._skeletons = skeletons if rank == 0 else None
         kind = rank, world_size, _kinds_of(tensors)
         if self._kind != kind:
             self._plan(tensors, rank, world_size)
@@ -98,7 +100,10 @@ class StateWriter:
     def _plan(self, tensors: dict[str, torch.Tensor], rank: int, world_size: int) -> None:
         plan = plan_blocks(tensors)
         _check_tensors(tensors, plan)
-        sharded, different, of_rank_0, shared = list[Block](), list[Block](), list[Block](), list[Block]()
+        sharded = list[Block]()
+        different = list[Block]()
+        of_rank_0 = list[Block]()
+        shared = list[Block]()
         for block in plan:
             if block.is_sharded:
                 sharded.append(block)
@@ -133,7 +138,8 @@ class StateWriter:
         state = None
         if self._skeletons is not None:
             # Encoded here, in the background: it takes a third of the time of `flatten`.
-            encoded, self._skeletons = _encode(self._skeletons), None
+            encoded = _encode(self._skeletons)
+            self._skeletons = None
             state = Skeleton(key=f"{prefix}/{SKELETON}", size=len(encoded), crc32=zlib_ng.crc32(encoded))
             storage.write(state.key, encoded)
         samples = self._sampler.samples()
@@ -195,7 +201,7 @@ def _check_tensors(tensors: Mapping[str, torch.Tensor], blocks: Iterable[Block])
     if num_blocks > MAX_BLOCKS:
         raise CheckpointError(
             f"the state has {len(tensors)} tensors in {num_blocks} blocks on all ranks; the limit is {MAX_BLOCKS}. Use "
-            "fewer and larger tensors, such as one parameter for the weights of all experts in a layer"
+            "fewer and larger tensors, for example one parameter for the weights of all experts in a layer"
         )
 
 
@@ -244,7 +250,8 @@ class BlockWriter:
         self._objects = _pack(blocks, self._object_bytes)
         sizes = [start + padded(last.num_bytes) for *_, (last, start) in self._objects]
         if [len(buffer) for buffer in self._buffers] != sizes:
-            self._buffers, self._views = [], []  # freed before the new ones are allocated
+            self._views = []  # freed before the new ones are allocated
+            self._buffers = []
             self._buffers = _allocate(sizes)
         else:
             for buffer in self._buffers:
@@ -281,7 +288,8 @@ class BlockWriter:
             for block, start in in_object:
                 of_tensor = stored.setdefault((block.tensor, block.dtype, block.shape), [])
                 crc32 = zlib_ng.crc32(data[start : start + padded(block.num_bytes)])
-                offsets, sizes = tuple(block.offsets), tuple(block.sizes)
+                offsets = tuple(block.offsets)
+                sizes = tuple(block.sizes)
                 of_tensor.append(StoredBlock(offsets=offsets, sizes=sizes, object=number, start=start, crc32=crc32))
         return {
             name: StoredTensor(dtype=dtype_name(dtype), shape=tuple(shape), blocks=tuple(blocks))
@@ -291,7 +299,8 @@ class BlockWriter:
 
 def _begin_writes(storage: Storage, writes: list[tuple[str, memoryview]]) -> list[Future[None]]:
     """Writes objects in threads, `PARALLEL_OBJECTS` at a time. After a failure, no thread begins another write."""
-    remaining, has_failed = iter(writes), threading.Event()
+    remaining = iter(writes)
+    has_failed = threading.Event()
 
     def write() -> None:
         for key, data in remaining:  # the iterator of a list gives each item to one thread

@@ -1,4 +1,4 @@
-"""What an exception of a storage's client library means: its text, and the fix.
+"""The text of an exception of a storage's client library, and the fix.
 
 The client libraries are optional, so their classes are recognized by name. s3fs converts S3's errors to Python's,
 without S3's code or an errno. Ceph's gateway sends a code without a message.

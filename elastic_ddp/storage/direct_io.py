@@ -24,7 +24,7 @@ MEMORY_ALIGNMENT = 512
 """Alignment in memory. The kernel refuses it on a disk that needs more."""
 
 _UNSUPPORTED = frozenset({errno.EFAULT, errno.EINVAL, errno.ENOSYS, errno.ENOTSUP})
-"""Errors of file systems without O_DIRECT, and of the kernel if a disk cannot access the memory, such as a driver's."""
+"""Errors of file systems without O_DIRECT, and of the kernel if a disk cannot access the memory."""
 
 
 def read_into(path: Path, start: int, buffer: memoryview) -> int:
@@ -58,7 +58,8 @@ def write(file: IO[bytes], data: bytes | memoryview) -> None:
     if _is_suitable(file, view, 0):
         with _ignore_unsupported(), _direct_mode(file) as descriptor:
             while blocks[done:] and done % DISK_BLOCK_BYTES == 0:
-                if not (count := os.pwrite(descriptor, blocks[done:], done)):
+                count = os.pwrite(descriptor, blocks[done:], done)
+                if not count:
                     break
                 done += count
     file.seek(done)

@@ -100,7 +100,8 @@ async def _read_into(fs: Any, path: str, start: int, buffer: memoryview) -> int:
     bucket, key, _ = fs.split_path(path)
     wanted = f"bytes={start}-{start + len(buffer) - 1}"
     answer = await fs._call_s3("get_object", Bucket=bucket, Key=key, Range=wanted)
-    body, count = answer["Body"], 0
+    body = answer["Body"]
+    count = 0
     try:
         async for chunk in body.iter_chunks(RESPONSE_CHUNK_BYTES):
             buffer[count : count + len(chunk)] = chunk  # an error if the response is longer than requested

@@ -25,7 +25,7 @@ _KEY_PART = re.compile(r"[A-Za-z0-9._=@+,~:-]+")
 
 
 class Storage:
-    """A folder at an fsspec URI or local path. Keys such as `commits/12.json` name the objects in it.
+    """A folder at an fsspec URI or local path. Keys name the objects in it, for example `commits/12.json`.
 
     Reads and listings are never cached. An instance holds only its address: it can be pickled, sent to Ray actors,
     used after a fork, and used from several threads.
@@ -138,7 +138,8 @@ class Storage:
 
     def check_writable(self) -> None:
         """Raises ConfigError, with the fix, unless an object can be created, only once, and read and deleted."""
-        key, data = f".writable-{uuid.uuid4().hex}", b"elastic_ddp"
+        key = f".writable-{uuid.uuid4().hex}"
+        data = b"elastic_ddp"
         try:
             self._folder.create(key, data)
             try:

@@ -33,7 +33,8 @@ class WatchedStorage(Storage):
     """The same folder as `storage`, with a measurement of the time that its operations take."""
 
     def __init__(self, storage: Storage) -> None:
-        self._folder, self._storage = storage._folder, storage
+        self._folder = storage._folder
+        self._storage = storage
         self._lock = threading.Lock()
         self._worked_s = 0.0
         self._started_at: dict[object, float] = {}

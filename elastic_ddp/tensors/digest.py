@@ -29,7 +29,7 @@ def digest_tensors(tensors: Iterable[torch.Tensor | None]) -> torch.Tensor:
 
 
 def digest_named(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
-    """Returns the digests of the dense tensors by name; of a DTensor, that of the part on this rank."""
+    """Returns the digests of the dense tensors by name; of a DTensor, the digest of the part on this rank."""
     local = {name: local_part(tensor.detach()) for name, tensor in tensors.items()}
     dense = {name: tensor for name, tensor in local.items() if tensor.layout is torch.strided}
     return dict(zip(dense, digest_tensors(dense.values()).tolist(), strict=True))
@@ -40,7 +40,8 @@ def _digest(tensor: torch.Tensor) -> torch.Tensor:
     content = ravel(tensor).view(torch.uint8)
     if content.storage_offset() % 8:
         content = content.clone()
-    size, num_rows = 8 * _WORDS, len(content) // (8 * _WORDS)
+    size = 8 * _WORDS
+    num_rows = len(content) // (8 * _WORDS)
     rest = content[num_rows * size :]
     if len(rest) % 8:
         rest = torch.cat([rest, rest.new_zeros(-len(rest) % 8)])

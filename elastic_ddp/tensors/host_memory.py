@@ -125,7 +125,8 @@ class Memory:
         for names in layouts:
             *starts, end = itertools.accumulate((_aligned(sizes[name]) for name in names), initial=0)
             if end >= LARGE_BYTES:
-                self._slabs.append(slab := _empty(end))
+                slab = _empty(end)
+                self._slabs.append(slab)
                 slots |= {name: slab[start : start + sizes[name]] for name, start in zip(names, starts, strict=True)}
         return slots
 

@@ -39,9 +39,9 @@ def flatten(state: Any) -> tuple[Any, dict[str, torch.Tensor]]:
     scalars, `torch.dtype`, `torch.Size` and `torch.device`.
 
     Returns:
-        The skeleton, which `json.dumps` accepts, and the tensors by their path in the tree, such as
-        `layers.0.weight`. Tensors are detached and share memory with the state; they stay on their device and need not
-        be contiguous. A tensor that is in the tree twice is returned once. A DTensor stays a DTensor.
+        The skeleton, which `json.dumps` accepts, and the tensors by their path in the tree (`layers.0.weight`).
+        Tensors are detached and share memory with the state; they stay on their device and need not be contiguous. A
+        tensor that is in the tree twice is returned once. A DTensor stays a DTensor.
 
     Raises:
         CheckpointError: names the path of a value that cannot be saved without pickle.
@@ -61,7 +61,8 @@ def unflatten(skeleton: Any, tensors: dict[str, torch.Tensor]) -> Any:
         return skeleton
     if isinstance(skeleton, list):
         return [unflatten(item, tensors) for item in skeleton]
-    kind, body = skeleton["kind"], skeleton["value"]
+    kind = skeleton["kind"]
+    body = skeleton["value"]
     match kind:
         case "dict":
             return dict(_pairs(body, tensors))
@@ -86,7 +87,8 @@ def unflatten(skeleton: Any, tensors: dict[str, torch.Tensor]) -> Any:
         case "deque":
             return deque(unflatten(body, tensors), skeleton["maxlen"])
         case "ndarray":
-            dtype, stored = np.dtype(skeleton["dtype"]), tensors[body]
+            dtype = np.dtype(skeleton["dtype"])
+            stored = tensors[body]
             if stored.is_meta:
                 return np.broadcast_to(np.zeros((), dtype), skeleton["shape"])
             return ravel(stored.cpu()).view(torch.uint8).numpy().view(dtype).reshape(skeleton["shape"])
@@ -296,12 +298,12 @@ def _dotted(path: tuple[Any, ...]) -> str:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Returns the name of a dtype without its module, such as `float32`."""
+    """Returns the name of a dtype without its module, for example `float32`."""
     return str(dtype).removeprefix("torch.")
 
 
 def dtype_of(name: str) -> torch.dtype:
-    """Returns the dtype of a name such as `float32`."""
+    """Returns the dtype with this name, for example `float32`."""
     return _DTYPES[name]
 
 
