@@ -76,15 +76,14 @@ def text_of(error: BaseException, show: Callable[[BaseException], str] = str) ->
         return f"<{type(error).__name__}, whose __{show.__name__}__ raises {type(failure).__name__}>"
 
 
-def format_validation_error(error: ValidationError, *, with_fields: bool = False) -> str:
-    """Returns the first five problems that pydantic found, on request with the fields that have them.
+def format_validation_error(error: ValidationError) -> str:
+    """Returns the first five problems that pydantic found.
 
     Raise an error with this text outside of the `except` block that caught `error`. Otherwise the two errors and the
     frames in their tracebacks can form a cycle, which Python's garbage collector cannot free through pydantic's part.
     """
     problems = error.errors(include_url=False, include_input=False, include_context=False)[:5]
-    fields = [f"{'.'.join(map(str, problem['loc']))!r:.80}: " if with_fields else "" for problem in problems]
-    return "; ".join(field + problem["msg"] for field, problem in zip(fields, problems, strict=True))
+    return "; ".join(problem["msg"] for problem in problems)
 
 
 def printable(text: str) -> str:

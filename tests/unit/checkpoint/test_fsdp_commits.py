@@ -212,7 +212,7 @@ def _replicated(group: ProcessGroup, folder: Path) -> tuple[int, list[list[float
     restored = restore(CheckpointStore(storage, keep=1), storage, group, lambda: {"x.replicated": replicated}.get)
     assert restored is not None
     again, full = restored[1]["x"]["replicated"], restored[1]["x"]["sharded"]
-    num_blocks = len(writer.write(storage, "y").tensors["x"].blocks)
+    num_blocks = len(writer.write(storage, "y").tensors["x.value"].blocks)
     return num_blocks, [again.to_local().tolist(), full.tolist()], again.placements == replicated.placements
 
 
