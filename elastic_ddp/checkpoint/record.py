@@ -29,9 +29,8 @@ class Measurement:
 
 def identity_of(record: Mapping[str, Any]) -> dict[str, Any]:
     """Returns what identifies the run of a commit: settings by name, and the fingerprint of its data."""
-    settings = record.get("identity")
     data = {"data": record["data"]} if "data" in record else {}
-    return {**settings, **data} if isinstance(settings, dict) else data
+    return {**record.get("identity", {}), **data}
 
 
 def different_runs(record: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:

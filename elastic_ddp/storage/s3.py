@@ -29,10 +29,6 @@ RESPONSE_CHUNK_BYTES = 256 << 10
 class S3Folder(RemoteFolder):
     """A folder in a bucket of AWS S3 or a compatible server."""
 
-    def read(self, key: str) -> bytes:
-        fs, path = self._locate(key)
-        return bytes(fs.cat_file(path, max_concurrency=1))  # otherwise s3fs requests the object's size first
-
     def read_into(self, key: str, start: int, buffer: memoryview) -> int:
         """Copies the response into `buffer` as it arrives. fsspec would hold it twice in memory."""
         fs, path = self._locate(key)
@@ -77,7 +73,9 @@ class S3Folder(RemoteFolder):
     def _options(self) -> dict[str, Any]:
         """Returns the retries, unless the user has configured other ones."""
         config = {} if "AWS_MAX_ATTEMPTS" in os.environ else {"retries": RETRIES}
-        return {"config_kwargs": config | fsspec.config.conf.get("s3", {}).get("config_kwargs", {})}
+        config |= fsspec.config.conf.get("s3", {}).get("config_kwargs", {})
+        # With a larger concurrency, s3fs requests the size of an object before it reads it.
+        return {"config_kwargs": config, "max_concurrency": 1}
 
     def uploads(self) -> list[Upload]:
         """Returns at most 1000 uploads, one answer of S3. Later calls return the rest when these have been aborted."""

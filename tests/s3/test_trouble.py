@@ -71,6 +71,7 @@ def test_a_save_that_is_throttled_for_too_long_fails(bucket: Bucket, proxy: Prox
     storage = bucket.storage(endpoint=proxy.endpoint, client_retries=True)
     assert isinstance(save_on_ranks([storage] * 2, 1), Commit)
     proxy.plan = lambda request: SLOW_DOWN
+    storage.filesystem_and_path()[0].handler.fs.retries = 2  # by s3fs, besides those by botocore
     outcome = save_on_ranks([storage] * 2, 2)
     assert isinstance(outcome, StorageError) and "SlowDown, 503" in str(outcome)
     assert sum(is_data(request) for request, _ in proxy.injected) > 2, "retried"
