@@ -13,10 +13,10 @@ import torch
 from pydantic import BaseModel
 from zlib_ng import zlib_ng
 
-from elastic_ddp import torch_internals
 from elastic_ddp.checkpoint.manifest import padded
 from elastic_ddp.checkpoint.planning import Block, local_blocks
 from elastic_ddp.errors import ReplicasDifferError, shorten
+from elastic_ddp.tensors.state_tree import ravel
 
 SAMPLE_BYTES = 1 << 20
 """Largest sample of a commit."""
@@ -32,50 +32,26 @@ class Sample(BaseModel, frozen=True):
     crc32: int
 
 
-class Sampler:
-    """Draws one rank's sample, for one commit after the other. Each commit samples other pieces."""
+def draw_samples(blocks: Sequence[Block], tensors: Mapping[str, torch.Tensor], seed: str) -> tuple[Sample, ...]:
+    """Returns the checksums of random pieces of one rank's state. Another seed draws other pieces.
 
-    def __init__(self) -> None:
-        self._buffer = torch.empty(0, dtype=torch.uint8)
-        self._pieces: list[tuple[str, int, int]] = []
-        """Names of tensors, and where in the buffer their pieces begin and end."""
-
-    @torch.no_grad()
-    def stage(self, blocks: Sequence[Block], tensors: Mapping[str, torch.Tensor], seed: str) -> None:
-        """Copies random pieces. The state may change after the return.
-
-        Args:
-            blocks: the blocks that all ranks hold, in the same order on each.
-            tensors: the state, by name.
-            seed: equal on all ranks.
-        """
-        draw = random.Random(seed)
-        drawn = draw.sample(blocks, min(MAX_PIECES, len(blocks)))
-        sources: list[torch.Tensor] = []
-        self._pieces = []
-        end = 0
-        for block, source in zip(drawn, local_blocks(tensors, drawn), strict=True):
-            piece = _piece_of(source, draw)
-            if sources and end + piece.nbytes > SAMPLE_BYTES:
-                break
-            sources.append(piece)
-            self._pieces.append((block.tensor, end, end + piece.nbytes))
-            end += padded(piece.nbytes)
-        if len(self._buffer) < end:
-            self._buffer = torch.empty(end, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
-        copies = [
-            self._buffer[start:stop].view(source.dtype).view(source.shape)
-            for (_, start, stop), source in zip(self._pieces, sources, strict=True)
-        ]
-        if sources:
-            torch_internals.copy_pairwise(copies, sources)
-        if any(source.is_cuda for source in sources):
-            torch.cuda.current_stream().synchronize()
-
-    def samples(self) -> tuple[Sample, ...]:
-        """Returns the checksums of the pieces that were staged last."""
-        data = self._buffer.numpy().data
-        return tuple(Sample(tensor=name, crc32=zlib_ng.crc32(data[start:end])) for name, start, end in self._pieces)
+    Args:
+        blocks: the blocks that all ranks hold, in the same order on each.
+        tensors: the state, by name.
+        seed: equal on all ranks.
+    """
+    draw = random.Random(seed)
+    drawn = draw.sample(blocks, min(MAX_PIECES, len(blocks)))
+    samples: list[Sample] = []
+    num_bytes = 0
+    for block, source in zip(drawn, local_blocks(tensors, drawn), strict=True):
+        piece = _piece_of(source, draw)
+        if samples and num_bytes + piece.nbytes > SAMPLE_BYTES:
+            break
+        num_bytes += padded(piece.nbytes)
+        data = ravel(piece).view(torch.uint8).cpu().numpy()
+        samples.append(Sample(tensor=block.tensor, crc32=zlib_ng.crc32(data)))
+    return tuple(samples)
 
 
 def _piece_of(block: torch.Tensor, draw: random.Random) -> torch.Tensor:

@@ -17,7 +17,7 @@ from elastic_ddp import torch_internals
 from elastic_ddp.checkpoint.manifest import SKELETON, Skeleton, StoredBlock, StoredObject, StoredTensor, padded
 from elastic_ddp.checkpoint.parts import Part, TensorKind
 from elastic_ddp.checkpoint.planning import Block, local_blocks, plan_blocks, share_of
-from elastic_ddp.checkpoint.replica_check import Sampler
+from elastic_ddp.checkpoint.replica_check import Sample, draw_samples
 from elastic_ddp.errors import CheckpointError, ElasticDDPError, format_exception
 from elastic_ddp.storage.storage import Storage
 from elastic_ddp.storage.watchdog import run_in_daemon
@@ -57,7 +57,7 @@ class StateWriter:
     def __init__(self, *, of_rank_0: frozenset[str] = frozenset()) -> None:
         self._of_rank_0 = of_rank_0
         self._blocks = BlockWriter()
-        self._sampler = Sampler()
+        self._samples: tuple[Sample, ...] = ()
         self._skeletons: dict[str, Any] | None = None
         """On rank 0: of the staged state, until it is written. They share nothing with the state, which may change."""
         self._rank = 0
@@ -95,7 +95,7 @@ class StateWriter:
             self._plan(tensors, rank, world_size)
             self._kind = kind
         self._blocks.stage(self._share, tensors)
-        self._sampler.stage(self._replicated if world_size > 1 else [], tensors, seed)
+        self._samples = draw_samples(self._replicated, tensors, seed) if world_size > 1 else ()
 
     def _plan(self, tensors: dict[str, torch.Tensor], rank: int, world_size: int) -> None:
         plan = plan_blocks(tensors)
@@ -142,8 +142,8 @@ class StateWriter:
             self._skeletons = None
             state = Skeleton(key=f"{prefix}/{SKELETON}", size=len(encoded), crc32=zlib_ng.crc32(encoded))
             storage.write(state.key, encoded)
-        samples = self._sampler.samples()
-        return part.model_copy(update={"state": state, "bytes_of_rank_0": self._bytes_of_rank_0, "samples": samples})
+        more = {"state": state, "bytes_of_rank_0": self._bytes_of_rank_0, "samples": self._samples}
+        return part.model_copy(update=more)
 
 
 def _flatten_components(state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:

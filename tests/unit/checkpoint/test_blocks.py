@@ -129,8 +129,10 @@ def test_staging_allocates_only_the_share_of_a_rank_in_any_memory_format(
             writer.stage({"model": weights}, rank=rank, world_size=4)
         with Allocated() as second:
             writer.stage({"model": weights}, rank=rank, world_size=4)
-        share, sample = 2 * 16 * 8 * 4 * 4 * 4, 8 * 16 * 8 * 4 * 4 * 4  # a small state is sampled completely
-        assert (first.num_bytes, second.num_bytes) == (share + sample, 0)
+        share = 2 * 16 * 8 * 4 * 4 * 4
+        # Only the samples of tensors in another format are copied for a moment; a small state is sampled completely.
+        samples = 0 if layout is torch.contiguous_format else 8 * 16 * 8 * 4 * 4 * 4
+        assert (first.num_bytes, second.num_bytes) == (share + samples, samples)
         parts.append(writer.write(storage, PREFIX))
     names = [f"model.{name}" for name in weights]
     restored = read(storage, commit_of(parts, names))

@@ -38,14 +38,6 @@ def test_every_kth_and_the_best_commits_stay_and_nothing_else(storage: ClockedSt
     assert storage.list() == sorted(key for step in (6, 12, 15, 21, 24, 27) for key in keys_of(commits[step]))
 
 
-def test_a_repeated_evaluation_counts_only_for_the_first_commit_that_has_it(tmp_path: Path) -> None:
-    storage = Storage(tmp_path)
-    store = SingleRankStore(storage, keep=Retention(last=1, best=2, metric="loss"))
-    for step, (value, at) in {10: (0.1, 10), 20: (0.1, 10), 30: (0.1, 10), 40: (0.9, 40), 50: (0.9, 40)}.items():
-        save(store, step, value, at)
-    assert steps_in(storage) == [10, 40, 50]
-
-
 def test_a_new_saver_process_keeps_the_same_commits(tmp_path: Path) -> None:
     storage, keep = Storage(tmp_path), Retention(last=1, every_steps=10, best=1, metric="loss", mode="max")
     for step in range(3, 40, 3):
@@ -67,17 +59,6 @@ def test_manifests_of_older_kept_commits_are_read_once(tmp_path: Path) -> None:
     save(store, 8)
     assert storage.read_keys == [manifest_key(7), manifest_key(8)], "the newest manifests are read again"
     assert steps_in(storage) == list(range(1, 9))
-
-
-def test_a_bad_commit_does_not_count_as_the_kth_or_the_best(tmp_path: Path) -> None:
-    storage = Storage(tmp_path)
-    keep = Retention(last=3, every_steps=10, best=1, metric="loss")
-    bad = save(SingleRankStore(storage, keep=keep), 10, 0.1)
-    save(SingleRankStore(storage, keep=keep), 12, 0.3)
-    corrupt(storage, bad.objects[0].key if bad.objects else bad.state.key, "missing")
-    for step in range(13, 19):
-        save(SingleRankStore(storage, keep=keep), step, 0.5)
-    assert steps_in(storage) == [10, 12, 16, 17, 18], "12 is the first that can be used, and the best"
 
 
 def test_a_step_that_is_committed_again_counts_with_its_new_value(tmp_path: Path) -> None:
