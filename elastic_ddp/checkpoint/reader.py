@@ -97,10 +97,8 @@ class ReadAhead(Iterator[tuple[Item, memoryview]]):
     def close(self) -> None:
         """Cancels pending reads and waits for running ones, which write into memory that other threads may send."""
         self._items = iter(())
-        for _, data in self._pending:
-            data.cancel()
         self._pending.clear()
-        self._pool.shutdown()
+        self._pool.shutdown(cancel_futures=True)
 
 
 def read_pieces(storage: Storage, pieces: Iterable[Piece], targets: Targets | None = None) -> ReadAhead[Piece]:

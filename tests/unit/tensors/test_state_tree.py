@@ -228,6 +228,20 @@ def test_the_deepest_allowed_state_round_trips_deep_in_a_call_stack() -> None:
         flatten([deep])
 
 
+@pytest.mark.parametrize(
+    "skeleton",
+    [
+        {"kind": "pickle", "value": "gASVIQ=="},
+        {"kind": "defaultdict", "value": [], "factory": "eval"},
+        {"kind": "numpy_scalar", "value": "AAAAAAAAAAA=", "dtype": "O"},
+        {"kind": "torch_dtype", "value": "load"},
+    ],
+)
+def test_a_skeleton_cannot_name_code_to_run(skeleton: Any) -> None:
+    with pytest.raises((KeyError, ValueError)):
+        unflatten(skeleton, {})
+
+
 def test_the_hash_of_weights_covers_the_documented_bytes() -> None:
     weights = [
         ("a", torch.tensor([[1.0, -2.0]])),
