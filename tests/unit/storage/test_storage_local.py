@@ -85,17 +85,16 @@ def failing_to_sync(monkeypatch: pytest.MonkeyPatch, directory: Path, code: int)
     monkeypatch.setattr(os, "fsync", sync)
 
 
-@pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.ESTALE], ids=errno.errorcode.get)
-def test_a_failed_sync_of_a_directory_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
+def test_a_failed_sync_of_a_directory_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     storage = Storage(tmp_path)
     storage.write("commits/1.json", b"1")
-    failing_to_sync(monkeypatch, tmp_path / "commits", code)
+    failing_to_sync(monkeypatch, tmp_path / "commits", errno.EIO)
     for store in (storage.write, storage.create):
-        with pytest.raises(StorageError, match=f"cannot {store.__name__} 'commits/2.json' .*{os.strerror(code)}"):
+        with pytest.raises(StorageError, match=f"cannot {store.__name__} 'commits/2.json' .*{os.strerror(errno.EIO)}"):
             store("commits/2.json", b"2")
         storage.delete("commits/2.json")
-    failing_to_sync(monkeypatch, tmp_path, code)
-    with pytest.raises(StorageError, match=os.strerror(code)):
+    failing_to_sync(monkeypatch, tmp_path, errno.EIO)
+    with pytest.raises(StorageError, match=os.strerror(errno.EIO)):
         storage.write("step=2/x", b"2")  # also for a new folder
 
 
@@ -133,13 +132,12 @@ def test_a_second_attempt_after_a_failed_sync_ends_durable(
     assert {".", "step=2", "step=2/attempt=a"} <= set(synced)
 
 
-@pytest.mark.parametrize("code", [errno.EINVAL, errno.ENOTSUP, errno.EBADF, errno.ENOSYS], ids=errno.errorcode.get)
 def test_a_file_system_that_cannot_sync_directories_is_accepted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     storage = Storage(tmp_path)
     storage.write("commits/1.json", b"1")
-    failing_to_sync(monkeypatch, tmp_path / "commits", code)
+    failing_to_sync(monkeypatch, tmp_path / "commits", errno.EINVAL)
     storage.write("commits/2.json", b"2")
     storage.create("commits/3.json", b"3")
     assert storage.list() == [f"commits/{n}.json" for n in (1, 2, 3)]
