@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel
 
@@ -26,6 +26,9 @@ from elastic_ddp.checkpoint.writer import HostMemoryError, StateWriter
 from elastic_ddp.errors import CheckpointError, ElasticDDPError, StorageError, format_exception
 from elastic_ddp.storage.storage import Storage
 from elastic_ddp.storage.watchdog import WatchedStorage
+
+if TYPE_CHECKING:
+    from elastic_ddp.distributed.torch_store import StoreMailbox
 
 _log = logging.getLogger(__name__)
 
@@ -41,14 +44,6 @@ FAILED_RANK_S = 2.0
 """The same, once some rank has failed."""
 CHUNK_CHARACTERS = 1 << 20
 """Largest chunk of a report. Torch's store takes values of up to 8 MiB; a character takes up to four bytes."""
-
-
-class Mailbox(Protocol):
-    """Messages of up to `CHUNK_CHARACTERS` between ranks, outside of collectives."""
-
-    def put(self, key: str, text: str) -> None: ...
-    def get(self, key: str) -> str | None: ...
-    def remove(self, key: str) -> None: ...
 
 
 class RankFailedError(ElasticDDPError):
@@ -74,8 +69,8 @@ class Save:
     """32 hexadecimal digits, unique to this save."""
     world_size: int
     rank: int
-    mailbox: Mailbox | None
-    """None at world size 1."""
+    mailbox: StoreMailbox | None
+    """For messages between ranks, outside of collectives; None at world size 1."""
     record: dict[str, Any]
     """JSON facts to store in the manifest."""
     fence: Callable[[], None]
