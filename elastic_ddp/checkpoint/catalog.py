@@ -137,7 +137,7 @@ class CommitCatalog:
         return self._usable(self.complete_at, None)
 
     def manifests(self, only: int | None = None) -> Iterator[Commit]:
-        """Clears `rejected`, and yields commits whose manifests verify, newest first; with `only`, of that step alone."""
+        """Clears `rejected`, and yields commits whose manifests verify, newest first; with `only`, of one step."""
         return self._usable(self._manifest_at, only)
 
     def _usable(self, read: Callable[[int], Commit | Bad | None], only: int | None) -> Iterator[Commit]:
