@@ -41,6 +41,7 @@ from elastic_ddp.storage.storage import Storage  # noqa: E402
 from elastic_ddp.telemetry import read_ledger  # noqa: E402
 from elastic_ddp.telemetry.event import Event  # noqa: E402
 from elastic_ddp.telemetry.events import FirstStep, StepsCompleted  # noqa: E402
+from elastic_ddp.telemetry.sessions import read_sessions  # noqa: E402
 from elastic_ddp.telemetry.world_sizes import scaling  # noqa: E402
 
 CPU = {"context": 64, "width": 320, "layers": 8, "heads": 5, "dropout": 0.0}
@@ -100,7 +101,7 @@ def measure(folder: Path, setting: dict[str, Any]) -> dict[str, Any]:
     if driver.returncode != 0:
         raise SystemExit(f"{setting['workers']} workers: the run failed:\n{(folder / 'log').read_text()[-4000:]}")
     events = read_ledger(Storage(str(folder / "runs" / setting["name"])))
-    (row,) = scaling(event for event in events if not is_of_warm_up(event))
+    (row,) = scaling(read_sessions(event for event in events if not is_of_warm_up(event)))
     return {
         **row,
         "global_batch_size": MICRO_BATCH_SIZE[setting["gpu"]] * setting["micro_batches"],

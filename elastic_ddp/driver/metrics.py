@@ -20,6 +20,7 @@ from elastic_ddp.ray_internals import start_at_zero
 from elastic_ddp.telemetry import events
 from elastic_ddp.telemetry.event import Event
 from elastic_ddp.telemetry.goodput import goodput
+from elastic_ddp.telemetry.sessions import read_sessions
 
 _log = logging.getLogger(__name__)
 
@@ -198,7 +199,7 @@ class RunMetrics:
             self._compute_goodput()
 
     def _compute_goodput(self, *more: Event) -> None:
-        share = goodput([*self._newest.values(), *more])["goodput"]
+        share = goodput(read_sessions([*self._newest.values(), *more]))["goodput"]
         if share is not None:
             self._computed_at = self._clock()
             self._set("goodput_ratio", share)

@@ -11,8 +11,8 @@ from typing import Any, Generic
 
 import numpy as np
 
-from elastic_ddp.report.marks import DRIVER_DIED, Clock, Mark, find_marks
-from elastic_ddp.telemetry.event import E, Event
+from elastic_ddp.report.marks import DRIVER_DIED, Mark, find_marks
+from elastic_ddp.telemetry.event import E, Event, last_of
 from elastic_ddp.telemetry.events import (
     CommitFailed,
     CommitSucceeded,
@@ -22,7 +22,7 @@ from elastic_ddp.telemetry.events import (
     SessionStarted,
     StepsCompleted,
 )
-from elastic_ddp.telemetry.sessions import read_sessions
+from elastic_ddp.telemetry.sessions import Session, read_sessions
 from elastic_ddp.telemetry.summary import summarize
 
 _MAX_MEASUREMENTS = 500
@@ -82,24 +82,28 @@ def read_history(events: Iterable[Event]) -> History:
     """
     events = list(events)
     summary = summarize(events)
-    clock = Clock(read_sessions(events))
+    sessions = read_sessions(events)
 
     def points(kind: type[E]) -> list[Point[E]]:
-        return [Point(clock.session(event), clock.at(event), event) for event in events if isinstance(event, kind)]
+        return [
+            Point(number, session.at(event), event)
+            for number, session in enumerate(sessions)
+            for event in session.events
+            if isinstance(event, kind)
+        ]
 
-    started = [event for event in events if isinstance(event, SessionStarted)]
+    started = last_of(events, SessionStarted)
     formed = [event for event in events if isinstance(event, GenerationFormed)]
-    nodes = {str(member["node"]) for event in formed for member in event.members if "node" in member}
     return History(
         label=str(summary["name"] or "run"),
         summary=summary,
-        config=dict(started[-1].config) if started else {},
-        began=clock.sessions[0].began_at if clock.sessions else 0.0,
-        ended=clock.sessions[-1].began_at + clock.sessions[-1].length_s if clock.sessions else 0.0,
-        nodes=sorted(nodes),
-        sizes=_sizes(events, clock),
-        start_ups=[_start_up(number, clock) for number in range(len(clock.sessions))],
-        marks=find_marks(events, clock),
+        config=started.config if started else {},
+        began=sessions[0].began_at if sessions else 0.0,
+        ended=sessions[-1].began_at + sessions[-1].length_s if sessions else 0.0,
+        nodes=sorted({member["node"] for event in formed for member in event.members}),
+        sizes=_sizes(sessions),
+        start_ups=[_start_up(session) for session in sessions],
+        marks=find_marks(sessions),
         points=points(StepsCompleted),
         evaluations=points(EvaluationFinished),
         commits=points(CommitSucceeded),
@@ -173,22 +177,22 @@ def finite(value: Any) -> float | None:
     return float(value) if is_number else None
 
 
-def _sizes(events: list[Event], clock: Clock) -> list[tuple[float, int]]:
+def _sizes(sessions: Sequence[Session]) -> list[tuple[float, int]]:
     sizes: list[tuple[float, int]] = []
-    for number, session in enumerate(clock.sessions):
-        sizes.append((clock.begin(number), 0))
+    for session in sessions:
+        sizes.append((session.offset_s, 0))
         for generation in session.generations:
-            at = clock.begin(number) + generation.formed_at
+            at = session.offset_s + generation.formed_at
             if generation.waited_s and sizes[-1][1]:
                 sizes.append((max(sizes[-1][0], at - generation.waited_s), 0))
             sizes.append((at, generation.world_size))
-        sizes.append((clock.begin(number) + session.length_s, 0))
+        sizes.append((session.offset_s + session.length_s, 0))
     return sizes
 
 
-def _start_up(number: int, clock: Clock) -> tuple[float, float]:
-    begin, session = clock.begin(number), clock.sessions[number]
-    return begin, begin + (session.generations[0].formed_at if session.generations else session.length_s)
+def _start_up(session: Session) -> tuple[float, float]:
+    trains_at = session.generations[0].formed_at if session.generations else session.length_s
+    return session.offset_s, session.offset_s + trains_at
 
 
 def _merged(measurements: list[Point[PhasesMeasured]]) -> list[Point[PhasesMeasured]]:

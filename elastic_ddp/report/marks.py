@@ -15,7 +15,6 @@ from elastic_ddp.telemetry.events import (
     HangDetected,
     RunFailed,
     RunFinished,
-    SessionStarted,
     StepsCompleted,
     WorkerFailed,
     WorkerLeft,
@@ -74,51 +73,28 @@ class Mark:
     world_size: int
     """Number of workers before it; after it if it adds workers."""
     text: str
-    num_workers: int = 0
-    """How many joined, failed or left."""
 
 
-class Clock:
-    """Converts times of events to seconds since the run began, without the time between sessions."""
-
-    def __init__(self, sessions: list[Session]) -> None:
-        self.sessions = sessions
-        self._numbers = {session.name: number for number, session in enumerate(sessions)}
-        self._offsets = [sum(session.length_s for session in sessions[:number]) for number in range(len(sessions))]
-
-    def session(self, event: Event) -> int:
-        return self._numbers[event.session]
-
-    def begin(self, number: int) -> float:
-        """When a session began."""
-        return self._offsets[number]
-
-    def at(self, event: Event) -> float:
-        number = self._numbers[event.session]
-        session = self.sessions[number]
-        return self._offsets[number] + min(max(0.0, event.moment - session.began_at), session.length_s)
-
-    def pause_s(self, number: int) -> float:
-        """Returns the seconds between a session and the one before it; below 0 if their clocks differ."""
-        before, session = self.sessions[number - 1], self.sessions[number]
-        return session.began_at - before.began_at - before.length_s
-
-
-def find_marks(events: list[Event], clock: Clock) -> list[Mark]:
+def find_marks(sessions: Sequence[Session]) -> list[Mark]:
     """Returns what changed the run, in order. Workers that join, fail or leave together are one mark."""
-    marks = _Marks(clock)
-    for event in events:
-        marks.take(event)
-    return marks.found
+    marks: list[Mark] = []
+    for number, session in enumerate(sessions):
+        found = _SessionMarks(session, sessions[number - 1] if number else None)
+        for event in session.events:
+            found.take(event)
+        if session.finished is None and number < len(sessions) - 1:
+            found.add("driver died", session.events[-1], DRIVER_DIED)
+        marks += found.marks
+    return marks
 
 
-class _Marks:
-    """Finds the marks of a run, event by event."""
+class _SessionMarks:
+    """Finds the marks of a session, event by event."""
 
-    def __init__(self, clock: Clock) -> None:
-        self.found: list[Mark] = []
-        self._clock = clock
-        self._step: int | None = None
+    def __init__(self, session: Session, before: Session | None) -> None:
+        self.marks: list[Mark] = []
+        self._session = session
+        self._step = session.first_step or (None if before is None else 0)
         self._size = 0
         self._members: set[tuple[Any, Any]] = set()
         """Node and process id of each member of the generation."""
@@ -126,94 +102,84 @@ class _Marks:
         """Rank, node and process id of each worker, by its id, in the newest generation that it was in."""
         self._since_formed = 0
         """Number of marks before the generation formed."""
-        self._gone: dict[tuple[str, int, Kind], tuple[Mark, dict[str, str | None]]] = {}
-        """The mark for workers that failed or left in a generation of a session, and their names by id."""
-        self._last: Event | None = None
-        self._has_end = False
-        """Whether the session reported its end."""
-        self._resumed: str | None = None
+        self._gone: dict[tuple[int, Kind], tuple[Mark, dict[str, str | None]]] = {}
+        """The mark for workers that failed or left in a generation, and their names by id."""
+        self._resumed = None if before is None else _describe_resume(session, before)
         """The text for the mark of a resumed session; None after its first generation has formed."""
 
     def take(self, event: Event) -> None:
         """Takes the next event."""
         match event:
-            case SessionStarted():
-                self._begin(event)
             case GenerationFormed():
                 self._form(event)
             case StepsCompleted():
                 self._step = event.step
             case WorkerFailed(member=str(member)):
                 self._remove("failed", event, member, event.error)
-            case WorkerLeft():
-                kind: Kind = "drained" if event.kind == "drain" else "left"
-                why = "its node or process was to stop" if kind == "drained" else "the run was resized"
-                self._remove(kind, event, event.member or str(event.seq), why)
+            case WorkerLeft(member=str(member), kind="drain"):
+                self._remove("drained", event, member, "its node or process was to stop")
+            case WorkerLeft(member=str(member)):
+                self._remove("left", event, member, "the run was resized")
             case HangDetected():
-                self._add("hang", event, f"hang: no worker made progress for {duration(event.seconds)}")
+                self.add("hang", event, f"hang: no worker made progress for {duration(event.seconds)}")
             case CorruptionFound():
-                self._add("corruption", event, f"corruption: {first_line(event.text)}", step=event.step)
+                self._step = event.step
+                self.add("corruption", event, f"corruption: {first_line(event.text)}")
             case RunFailed():
-                self._add("run failed", event, f"the run failed: {first_line(event.error)}")
-            case RunFinished():
-                self._has_end = True
-                if event.status in ("stopped", "left"):
-                    self._step = self._step if event.steps is None else event.steps
-                    text = "was stopped" if event.status == "stopped" else describe_status(vars(event))
-                    self._add("stopped", event, f"the run {text}")
-        self._last = event
+                self.add("run failed", event, f"the run failed: {first_line(event.error)}")
+            case RunFinished(status="stopped" | "left"):
+                self._step = self._step if event.steps is None else event.steps
+                text = "was stopped" if event.status == "stopped" else describe_status(vars(event))
+                self.add("stopped", event, f"the run {text}")
 
-    def _begin(self, event: SessionStarted) -> None:
-        if self._last is not None and not self._has_end:
-            self._add("driver died", self._last, DRIVER_DIED)
-        number = self._clock.session(event)
-        self._step = event.resumed_from_step or (0 if number else None)
-        self._size, self._members, self._has_end, self._resumed = 0, set(), False, None
-        if number:
-            where = "the start" if event.resumed_from_step is None else f"step {event.resumed_from_step:,}"
-            pause_s = self._clock.pause_s(number)
-            pause = f": the driver started {duration(pause_s)} after the session before" if pause_s >= 0 else ""
-            self._resumed = f"resumed from {where}{pause}"
-        self._since_formed = len(self.found)
+    def add(self, kind: Kind, event: Event, text: str) -> Mark:
+        """Adds the mark of an event."""
+        mark = Mark(
+            kind=kind,
+            at=self._session.at(event),
+            time=event.moment,
+            step=self._step,
+            world_size=self._size,
+            text=text,
+        )
+        self.marks.append(mark)
+        return mark
 
     def _form(self, event: GenerationFormed) -> None:
-        names = {(member.get("node"), member.get("pid")): _name(member) for member in event.members}
-        self._names |= {str(member["id"]): _name(member) for member in event.members if "id" in member}
+        names = {(member["node"], member["pid"]): _name(member) for member in event.members}
+        self._names |= {member["id"]: _name(member) for member in event.members}
         joined = [name for place, name in names.items() if place not in self._members] if self._members else []
-        self._size, self._members = event.world_size, set(names)
+        self._size = event.world_size
+        self._members = set(names)
         if event.first_step is not None:
             self._step = event.first_step
             # Steps are logged now and then only; the next generation starts at the step where the workers left.
-            for mark in self.found[self._since_formed :]:
+            for mark in self.marks[self._since_formed :]:
                 mark.step = event.first_step
         if self._resumed is not None:
-            self._add("resumed", event, self._resumed)
+            self.add("resumed", event, self._resumed)
             self._resumed = None
         if joined:
             after = "" if event.recovered_s is None else f", {duration(event.recovered_s)} after the failure"
-            self._add("joined", event, f"{_named(joined)} joined: {self._size:,} train now{after}", len(joined))
-        self._since_formed = len(self.found)
+            self.add("joined", event, f"{_named(joined)} joined: {self._size:,} train now{after}")
+        self._since_formed = len(self.marks)
 
     def _remove(self, kind: Kind, event: WorkerFailed | WorkerLeft, member: str, why: str) -> None:
-        key = event.session, event.generation, kind
+        key = event.generation, kind
         if key not in self._gone:
-            self._gone[key] = self._add(kind, event, ""), {}
+            self._gone[key] = self.add(kind, event, ""), {}
         mark, gone = self._gone[key]
         gone[member] = self._names.get(member)
-        mark.text, mark.num_workers = f"{_named(list(gone.values()))} {kind}: {first_line(why)}", len(gone)
+        mark.text = f"{_named(list(gone.values()))} {kind}: {first_line(why)}"
 
-    def _add(self, kind: Kind, event: Event, text: str, num_workers: int = 0, step: int | None = None) -> Mark:
-        mark = Mark(
-            kind=kind,
-            at=self._clock.at(event),
-            time=event.moment,
-            step=self._step if step is None else step,
-            world_size=self._size,
-            text=text,
-            num_workers=num_workers,
-        )
-        self.found.append(mark)
-        return mark
+
+def _describe_resume(session: Session, before: Session) -> str:
+    """Returns the text for the mark of a session that is not the first."""
+    where = f"step {session.first_step:,}" if session.first_step else "the start"
+    pause_s = session.began_at - before.began_at - before.length_s
+    # Below 0 if the clocks of their machines differ.
+    pause = f": the driver started {duration(pause_s)} after the session before" if pause_s >= 0 else ""
+    return f"resumed from {where}{pause}"
 
 
 def _name(member: dict[str, Any]) -> str:

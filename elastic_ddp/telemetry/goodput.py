@@ -1,4 +1,4 @@
-"""Where a run's wall time went, from the events of its ledger: pure functions of plain values.
+"""Where a run's wall time went, from the sessions of its ledger.
 
 A session lasts from the call of `fit` (`session_started.at`) until its workers have exited (`session_ended`, or
 `run_finished` or `run_failed` without one), or to its last event. Each second of it belongs to one part. Inside a
@@ -23,12 +23,12 @@ either the next generation starts without a state or the account ends more than 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from elastic_ddp.telemetry.event import MEMBERSHIP_CHANGED, STATE_TRANSFERRED, Event
-from elastic_ddp.telemetry.sessions import Generation, Session, read_sessions
+from elastic_ddp.telemetry.event import MEMBERSHIP_CHANGED, STATE_TRANSFERRED
+from elastic_ddp.telemetry.sessions import Generation, Session
 
 PARTS = ("useful", "redone", "detection", "rendezvous", "hand_over", "checkpoint", "waiting", "start_up", "shut_down")
 STALLS = ("detection_s", "rendezvous_s", "hand_over_s", "first_step_s")
@@ -37,31 +37,28 @@ _LAG_S = 1.0
 """How long before the recorded failure a survivor's account may end."""
 
 
-def goodput(events: Iterable[Event]) -> dict[str, float | None]:
+def goodput(sessions: Sequence[Session]) -> dict[str, float | None]:
     """Returns the seconds of each part over all sessions, their `total`, and the useful share of it as `goodput`.
 
     Seconds are rounded to milliseconds. `goodput` is None if no worker accounted for its time.
-
-    Args:
-        events: in the order of `read_ledger`.
     """
-    events = list(events)
-    parts = partition(events)
+    parts = partition(sessions)
     total = math.fsum(parts.values())
-    measured = total > 0 and any(getattr(event, "account", None) for event in events)
+    is_measured = total > 0 and any(generation.account for session in sessions for generation in session.generations)
     return {
         **{part: round(seconds, 3) for part, seconds in parts.items()},
         "total": round(total, 3),
-        "goodput": round(parts["useful"] / total, 4) if measured else None,
+        "goodput": round(parts["useful"] / total, 4) if is_measured else None,
     }
 
 
-def partition(events: Iterable[Event]) -> dict[str, float]:
+def partition(sessions: Sequence[Session]) -> dict[str, float]:
     """Returns the seconds of each part over all sessions."""
     total = dict.fromkeys(PARTS, 0.0)
     work: list[_Work] = []
-    for session in read_sessions(events):
-        total["redone"] += _discard_after(session.first_step, work)
+    for session in sessions:
+        if session.first_step is not None:
+            total["redone"] += _discard_after(session.first_step, work)
         total["start_up"] += session.generations[0].formed_at if session.generations else session.length_s
         for generation, accounted, rest in _intervals(session):
             total["redone"] += _discard_after(generation.first_step, work)
@@ -71,24 +68,21 @@ def partition(events: Iterable[Event]) -> dict[str, float]:
     return {**total, "useful": math.fsum(interval.seconds for interval in work)}
 
 
-def stalls(events: Iterable[Event]) -> dict[tuple[str, int], dict[str, float | None]]:
-    """Returns the cost of getting to each generation, by session and number; None where it is not known.
+def stalls(session: Session) -> list[dict[str, float | None]]:
+    """Returns what it cost to get to each generation of a session; None where it is not known.
 
     `detection_s` is of the failure that ended the previous generation. `rendezvous_s` is from the end of its account
     until the process group formed, without waiting. `hand_over_s` is as accounted. `first_step_s` is from the start of
     training to the end of the first step.
     """
-    rows: dict[tuple[str, int], dict[str, float | None]] = {}
-    for session in read_sessions(events):
-        detection_s, between_s = None, 0.0
-        for generation, accounted, rest in _intervals(session):
-            costs = [detection_s, between_s + accounted.get("rendezvous", 0.0), accounted.get("hand_over", 0.0)]
-            row = zip(STALLS, [*(costs if accounted else [None] * 3), generation.first_step_s], strict=True)
-            rows[session.name, generation.number] = {
-                name: None if seconds is None else round(seconds, 3) for name, seconds in row
-            }
-            detection_s = accounted.get("detection", 0.0) if accounted else None
-            between_s = rest.get("rendezvous", 0.0)
+    rows: list[dict[str, float | None]] = []
+    detection_s, between_s = None, 0.0
+    for generation, accounted, rest in _intervals(session):
+        costs = [detection_s, between_s + accounted.get("rendezvous", 0.0), accounted.get("hand_over", 0.0)]
+        row = zip(STALLS, [*(costs if accounted else [None] * 3), generation.first_step_s], strict=True)
+        rows.append({name: None if seconds is None else round(seconds, 3) for name, seconds in row})
+        detection_s = accounted.get("detection", 0.0) if accounted else None
+        between_s = rest.get("rendezvous", 0.0)
     return rows
 
 
@@ -122,7 +116,7 @@ def _intervals(session: Session) -> Iterator[tuple[Generation, dict[str, float],
         scale = min(1.0, length_s / generation.accounted_s) if generation.accounted_s else 1.0
         accounted = {phase: seconds * scale for phase, seconds in generation.account.items()}
         rest_s = max(0.0, length_s - sum(accounted.values()))
-        if following is None and session.finished:
+        if following is None and session.finished is not None and session.finished.status in ("finished", "left"):
             rest = {"shut_down": rest_s}
         else:
             rest = _rest(generation, following, until - rest_s, rest_s)
@@ -147,7 +141,7 @@ def _rest(
 
 def _split_work(generation: Generation, useful_s: float) -> list[_Work]:
     """Splits a generation's useful time at the accounts that have the number of steps done."""
-    work, done, booked_s = [], generation.first_step or 0, 0.0
+    work, done, booked_s = list[_Work](), generation.first_step, 0.0
     scale = useful_s / generation.account["useful"] if generation.account.get("useful") else 0.0
     for seconds, step in sorted(generation.progress):
         step = max(step, done)
@@ -159,10 +153,8 @@ def _split_work(generation: Generation, useful_s: float) -> list[_Work]:
     return [*work, _Work(done, done, useful_s - booked_s)]
 
 
-def _discard_after(step: int | None, work: list[_Work]) -> float:
+def _discard_after(step: int, work: list[_Work]) -> float:
     """Removes the useful time of steps after the one that the run continues from. Returns the removed seconds."""
-    if step is None:
-        return 0.0
     removed_s = 0.0
     for interval in work:
         if interval.last_step > step:

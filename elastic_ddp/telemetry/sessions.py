@@ -1,14 +1,14 @@
-"""The sessions of a run and their generations, from the events of its ledger: what goodput and scaling start from."""
+"""The sessions of a run and their generations, from one pass over the events of its ledger.
+
+Summary, goodput, scaling and the report start from them.
+"""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
 
-from elastic_ddp.telemetry.account import PHASES
-from elastic_ddp.telemetry.event import RESUMED, STARTED, Account, Event, GenerationEvent
+from elastic_ddp.telemetry.event import Account, Event, GenerationEvent, last_of
 from elastic_ddp.telemetry.events import (
     CommitSucceeded,
     FirstStep,
@@ -24,9 +24,6 @@ from elastic_ddp.telemetry.events import (
     WorkerFailed,
 )
 
-_WITHOUT_STATE = (STARTED, RESUMED)
-"""Reasons of generations to which no member brings a state."""
-
 
 @dataclass
 class Generation:
@@ -34,12 +31,16 @@ class Generation:
 
     number: int
     world_size: int
+    reason: str
+    """Why it was formed."""
     formed_at: float
     waited_s: float
-    first_step: int | None
-    """Steps done in the state that it started from."""
     starts_without_state: bool
-    account: dict[str, float] = field(default_factory=dict)
+    first_step: int
+    """Steps done in the state that it started from; in the newest commit until a member reports the step."""
+    last_step: int
+    """Steps done in it as far as its members reported them."""
+    account: Account = field(default_factory=dict)
     progress: list[tuple[float, int]] = field(default_factory=list)
     """Useful seconds and steps done, for each account with a step."""
     failed_at: float | None = None
@@ -57,13 +58,15 @@ class Generation:
         """Takes an event of this generation."""
         match event:
             case GenerationStarted():  # the rendezvous does not know which state the members load
-                self.first_step = event.first_step
+                self.reason = event.reason
+                self.first_step = self.last_step = event.first_step
             case FirstStep():
                 self.first_step_s = event.seconds
             case StepsCompleted() | CommitSucceeded():
                 self._add_account(event.account, event.step)
             case GenerationEnded():
-                self.ended_by, self.has_survivor = event.reason, True
+                self.ended_by = event.reason
+                self.has_survivor = True
                 self._add_account(event.account, event.last_step)
             case GenerationAccount():
                 self.has_survivor = True
@@ -72,11 +75,12 @@ class Generation:
                 self.failed_at = at
 
     def _add_account(self, account: Account | None, step: int | None) -> None:
-        phases: dict[str, float] = {phase: positive(account[phase]) for phase in PHASES if account and phase in account}
-        if phases and sum(phases.values()) >= self.accounted_s:
-            self.account = phases
-        if phases and step is not None:
-            self.progress.append((phases.get("useful", 0.0), step))
+        if step is not None:
+            self.last_step = max(step, self.last_step)  # a commit is reported some steps later
+        if account is not None and step is not None:
+            self.progress.append((account.get("useful", 0.0), step))
+        if account is not None and sum(account.values()) >= self.accounted_s:
+            self.account = account
 
 
 @dataclass
@@ -84,13 +88,21 @@ class Session:
     """One session, from the call of `fit` until its workers have exited."""
 
     name: str
+    events: list[Event]
     began_at: float
     """Unix time in seconds."""
     length_s: float
-    finished: bool
+    offset_s: float
+    """Seconds of all sessions before it."""
     first_step: int | None
     """Steps done when it began, if known."""
+    failed: RunFailed | None
+    finished: RunFinished | None
     generations: list[Generation]
+
+    def at(self, event: Event) -> float:
+        """Returns when an event of the session happened, in seconds of all sessions."""
+        return self.offset_s + min(max(0.0, event.moment - self.began_at), self.length_s)
 
 
 def read_sessions(events: Iterable[Event]) -> list[Session]:
@@ -102,42 +114,56 @@ def read_sessions(events: Iterable[Event]) -> list[Session]:
     by_name: dict[str, list[Event]] = {}
     for event in events:
         by_name.setdefault(event.session, []).append(event)
-    return [_session(session_events) for session_events in by_name.values()]
+    sessions: list[Session] = []
+    offset_s = 0.0
+    for session_events in by_name.values():
+        sessions.append(_session(session_events, offset_s))
+        offset_s += sessions[-1].length_s
+    return sessions
 
 
-def _session(events: list[Event]) -> Session:
+def _session(events: list[Event], offset_s: float) -> Session:
     started = next((event for event in events if isinstance(event, SessionStarted)), None)
     ends = [event for event in events if isinstance(event, RunFinished | RunFailed | SessionEnded)]
     began_at = (started or events[0]).moment
     length_s = max(0.0, max(event.moment for event in ends or events) - began_at)
-    generations: dict[int, Generation] = {}
+    first_step = None if started is None else started.resumed_from_step or 0
+    return Session(
+        name=events[0].session,
+        events=events,
+        began_at=began_at,
+        length_s=length_s,
+        offset_s=offset_s,
+        first_step=first_step,
+        failed=last_of(events, RunFailed),
+        finished=last_of(events, RunFinished),
+        generations=_generations(events, began_at, length_s, first_step or 0),
+    )
+
+
+def _generations(events: list[Event], began_at: float, length_s: float, committed: int) -> list[Generation]:
+    found: dict[int, Generation] = {}
     formed_at = 0.0
     for event in events:
         if not isinstance(event, GenerationEvent):
             continue
         number, at = event.generation, event.moment - began_at
-        if isinstance(event, GenerationFormed) and number not in generations:
+        # A run in the driver's process has no rendezvous, which forms generations.
+        if isinstance(event, GenerationFormed | GenerationStarted) and number not in found:
             formed_at = min(max(at, formed_at), length_s)
-            generations[number] = Generation(
+            first_step = committed if event.first_step is None else event.first_step
+            found[number] = Generation(
                 number=number,
                 world_size=event.world_size,
+                reason=event.reason,
                 formed_at=formed_at,
-                waited_s=positive(event.waited_s),
-                first_step=event.first_step,
-                starts_without_state=event.first_step is None or event.reason in _WITHOUT_STATE,
+                waited_s=event.waited_s if isinstance(event, GenerationFormed) else 0.0,
+                starts_without_state=event.first_step is None,
+                first_step=first_step,
+                last_step=first_step,
             )
-        if number in generations:
-            generations[number].add(event, at)
-    return Session(
-        name=events[0].session,
-        began_at=began_at,
-        length_s=length_s,
-        finished=any(isinstance(event, RunFinished) and event.status in ("finished", "left") for event in ends),
-        first_step=(started.resumed_from_step or 0) if started is not None else None,
-        generations=list(generations.values()),
-    )
-
-
-def positive(seconds: Any) -> float:
-    """Returns a duration from a ledger; 0 if it is not a positive, finite number."""
-    return float(seconds) if isinstance(seconds, int | float) and 0 < seconds < math.inf else 0.0
+        if number in found:
+            found[number].add(event, at)
+        if isinstance(event, CommitSucceeded):
+            committed = event.step
+    return list(found.values())

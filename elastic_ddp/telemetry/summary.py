@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from itertools import pairwise
 from typing import Any
 
@@ -13,12 +13,7 @@ from elastic_ddp.telemetry.events import (
     CommitSucceeded,
     CorruptionFound,
     EvaluationFinished,
-    GenerationEnded,
-    GenerationFormed,
-    GenerationStarted,
     PhasesMeasured,
-    Resumed,
-    RunFailed,
     RunFinished,
     SessionStarted,
     StepsCompleted,
@@ -27,8 +22,9 @@ from elastic_ddp.telemetry.events import (
     WorkerFailed,
     WorkerLeft,
 )
-from elastic_ddp.telemetry.goodput import STALLS, goodput, stalls
+from elastic_ddp.telemetry.goodput import goodput, stalls
 from elastic_ddp.telemetry.phases import mean_phases, newest, nodes_of
+from elastic_ddp.telemetry.sessions import Session, read_sessions
 from elastic_ddp.telemetry.world_sizes import scaling
 
 
@@ -58,13 +54,14 @@ def summarize(events: Iterable[Event], *, name: str | None = None, storage: str 
         metrics (last values), evaluated_at (steps done at each metric's evaluation), storage, versions.
     """
     events = list(events)
+    sessions = read_sessions(events)
     started = last_of(events, SessionStarted)
-    generations = _generations(events)
+    generations = _generations(sessions)
     commits = [event for event in events if isinstance(event, CommitSucceeded)]
     return {
         "name": started.config.get("name") if name is None and started else name,
-        **_outcome(events),
-        "sessions": len({event.session for event in events}),
+        **_outcome(events, sessions),
+        "sessions": len(sessions),
         "restarts": sum(row["reason"] == WORKER_FAILED for row in generations),
         "workers_lost": len({event.member for event in events if isinstance(event, WorkerFailed)} - {None}),
         "workers_drained": sum(isinstance(event, WorkerLeft) and event.kind == "drain" for event in events),
@@ -74,7 +71,7 @@ def summarize(events: Iterable[Event], *, name: str | None = None, storage: str 
         "commits": len({commit.step for commit in commits}),
         "commit_interval_s": commits[-1].interval_s if commits else None,
         "generations": generations,
-        "scaling": scaling(events),
+        "scaling": scaling(sessions),
         **_phases(events),
         **_measurements(events),
         "storage": started.config.get("storage") if storage is None and started else storage,
@@ -95,20 +92,19 @@ def _phases(events: list[Event]) -> dict[str, Any]:
     }
 
 
-def _outcome(events: list[Event]) -> dict[str, Any]:
+def _outcome(events: list[Event], sessions: list[Session]) -> dict[str, Any]:
     """Returns how the run ended, how far it came and how long it took."""
-    started = last_of(events, SessionStarted)
-    newest = events[events.index(started) :] if started else events  # a run that was resumed has not ended
-    failed = last_of(newest, RunFailed)
-    finished = last_of(newest, RunFinished) or RunFinished(status="failed" if failed else "unfinished")
+    failed = sessions[-1].failed if sessions else None  # a run that was resumed has not ended
+    finished = sessions[-1].finished if sessions else None
+    finished = finished or RunFinished(status="failed" if failed else "unfinished")
     counts = (event.samples for event in reversed(events) if isinstance(event, StepsCompleted | RunFinished))
     samples = next((count for count in counts if count is not None), None)
-    seconds = goodput(events)
+    seconds = goodput(sessions)
     wall_seconds = seconds["total"] or 0.0
     return {
         "status": finished.status,
         "error": failed.error if failed else finished.error,
-        "steps": _last_step(events) if finished.steps is None else finished.steps,
+        "steps": _steps(sessions) if finished.steps is None else finished.steps,
         "total_steps": finished.total_steps,
         "epochs": finished.epochs,
         "samples": samples,
@@ -139,80 +135,55 @@ def _measurements(events: list[Event]) -> dict[str, Any]:
     return {"loss": {"first": first, "last": last, "step": step}, "metrics": metrics, "evaluated_at": evaluated_at}
 
 
-def _last_step(events: list[Event]) -> int | None:
-    """Returns the steps done after these events. The last value counts, as a session may resume from an older step."""
-    step = None
-    for event in events:
-        if (value := _step_of(event)) is not None:
-            step = max(value, step or 0) if isinstance(event, CommitSucceeded) else value
-    return step
+def _steps(sessions: list[Session]) -> int | None:
+    """Returns the steps done, as far as the newest session has reported them."""
+    if not sessions:
+        return None
+    newest = sessions[-1]
+    return newest.generations[-1].last_step if newest.generations else newest.first_step
 
 
-def _step_of(event: Event) -> int | None:
-    """Returns the steps done at an event, or None if it does not hold them."""
-    match event:
-        case Resumed(step=step) | StepsCompleted(step=step) | CommitSucceeded(step=step):
-            return step
-        case GenerationStarted(first_step=step) | GenerationEnded(last_step=step):
-            return step
-        case SessionStarted(resumed_from_step=step) | RunFinished(steps=step):
-            return step
-    return None
-
-
-def _generations(events: list[Event]) -> list[dict[str, Any]]:
+def _generations(sessions: list[Session]) -> list[dict[str, Any]]:
     """Returns one row for each generation of each session.
 
     A generation that failed ends at the last step reported in it, or where the next one started if that is later.
     """
     rows: list[dict[str, Any]] = []
-    costs = stalls(events)
-    sessions = list(dict.fromkeys(event.session for event in events))
-    current: dict[str, Any] | None = None
-    committed = 0
-    for event in events:
-        if isinstance(event, CommitSucceeded):
-            committed = event.step
-        if isinstance(event, GenerationFormed | GenerationStarted):
-            # The rendezvous reports a generation first. Its rank 0 does when it starts, if it lives that long.
-            if current is None or not _is_about(event, current):
-                cost = costs.get((event.session, event.generation), dict.fromkeys(STALLS))
-                first = committed if event.first_step is None else event.first_step
-                current = {"last_step": first, "first_step": first, "ended_by": None, **cost}
-                rows.append(current)
-            current |= {key: getattr(event, key) for key in ("generation", "world_size", "reason", "session")}
-            current["session_number"] = sessions.index(event.session) + 1
-            if isinstance(event, GenerationStarted):
-                current["first_step"] = current["last_step"] = event.first_step
-        elif current is None or isinstance(event, SessionStarted):
-            current = None  # events before a session's first generation belong to none
-        elif event.session == current["session"]:
-            # A worker may report the end of a generation after the rendezvous has formed the next one.
-            _update(next((row for row in rows[-2:] if _is_about(event, row)), current), current, event)
+    for number, session in enumerate(sessions, start=1):
+        for generation, costs in zip(session.generations, stalls(session), strict=True):
+            rows.append(
+                {
+                    "last_step": generation.last_step,
+                    "first_step": generation.first_step,
+                    "ended_by": generation.ended_by,
+                    **costs,
+                    "generation": generation.number,
+                    "world_size": generation.world_size,
+                    "reason": generation.reason,
+                    "session": session.name,
+                    "session_number": number,
+                }
+            )
+        if session.generations:
+            rows[-1]["ended_by"] = _end_of(session)
+            if session.finished is not None:
+                rows[-1]["last_step"] = max(rows[-1]["last_step"], session.finished.steps or 0)
     for previous, following in pairwise(rows):
         if previous["ended_by"] is None:  # no worker reported it
             previous["last_step"] = max(previous["last_step"], following["first_step"])
-            same_session = previous["session"] == following["session"]
-            previous["ended_by"] = PEER_FAILED if same_session else "the driver failed"
+            is_same_session = previous["session"] == following["session"]
+            previous["ended_by"] = PEER_FAILED if is_same_session else "the driver failed"
     return rows
 
 
-def _update(row: dict[str, Any], current: dict[str, Any], event: Event) -> None:
-    """Adds an event to the row of its generation, or how the run ended to the current one."""
-    if (step := _step_of(event)) is not None:
-        row["last_step"] = max(step, row["last_step"])  # a commit is reported some steps later
-    match event:
-        case GenerationEnded():
-            row["ended_by"] = event.reason
-        case RunFinished(status="stopped"):
-            current["ended_by"] = "the run was stopped"  # workers only know that their loop ended
-        case RunFailed() if event.kind not in (None, WorkersFailedError.__name__):
-            current["ended_by"] = "an error"  # peers may have reported a broken connection
-        case RunFailed() if current["ended_by"] is None:
-            current["ended_by"] = "failed"
-        case RunFinished() if current["ended_by"] is None:
-            current["ended_by"] = event.status
-
-
-def _is_about(event: Event, row: Mapping[str, Any]) -> bool:
-    return (event.session, getattr(event, "generation", None)) == (row["session"], row["generation"])
+def _end_of(session: Session) -> str | None:
+    """Returns why the last generation of a session ended."""
+    failed, finished = session.failed, session.finished
+    if finished is not None and finished.status == "stopped":
+        return "the run was stopped"  # workers only know that their loop ended
+    if failed is not None and failed.kind not in (None, WorkersFailedError.__name__):
+        return "an error"  # peers may have reported a broken connection
+    reported = session.generations[-1].ended_by
+    if reported is None and failed is not None:
+        return "failed"
+    return finished.status if reported is None and finished is not None else reported

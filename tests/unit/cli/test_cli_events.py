@@ -27,7 +27,7 @@ from elastic_ddp.telemetry.description import state_of
 from tests.unit.cli.test_cli import invoke, ledger_of_a_run
 from tests.unit.ledger_events import ledger_event
 
-MEMBERS = [{"rank": rank, "node": f"10.0.0.{1 + rank // 2}", "pid": rank} for rank in range(4)]
+MEMBERS = [{"rank": rank, "node": f"10.0.0.{1 + rank // 2}", "pid": rank, "id": f"w{rank}"} for rank in range(4)]
 
 
 class Clock:

@@ -22,7 +22,7 @@ from tests.unit.cli.test_cli import LONG_STATUS
 from tests.unit.telemetry.test_bottleneck import measure
 
 SLOW = {"forward": 0.9}
-MEMBERS = [{"rank": rank, "node": f"10.0.0.{rank}", "pid": 100 + rank} for rank in range(3)]
+MEMBERS = [{"rank": rank, "node": f"10.0.0.{rank}", "pid": 100 + rank, "id": f"w{rank}"} for rank in range(3)]
 ON_GPU = {"memory_bytes": 3 * 2**30, "utilization": 0.75}
 
 

@@ -7,6 +7,7 @@ import math
 import re
 import shutil
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +20,7 @@ from elastic_ddp.driver.metrics import COUNTERS, FAILURES, GAUGES, PREFIX, RunMe
 from elastic_ddp.telemetry.event import Event
 from elastic_ddp.telemetry.events import PhasesMeasured
 from elastic_ddp.telemetry.goodput import goodput
+from elastic_ddp.telemetry.sessions import read_sessions
 from tests.unit.goodput_events import accounted, formed, started
 from tests.unit.ledger_events import ledger_event
 
@@ -244,14 +246,15 @@ def test_the_goodput_is_that_of_the_ledger_and_falls_while_the_run_waits(values:
         training(2, 101.0, 2, 59),
         accounted("steps_completed", 2, 120.0, step=70, useful=18.0, hand_over=0.5),
     ]
+    events = [replace(each, session="") for each in events]  # the ledger sets it
     recorded, clock = play(*events)
-    assert values["goodput_ratio",] == goodput(events)["goodput"]
+    assert values["goodput_ratio",] == goodput(read_sessions(events))["goodput"]
     recorded.record(ledger_event("worker_failed", at=121.0, time=121.0, generation=2, member="c", error="SIGKILL"))
     shares = []
     for clock.now in (150.0, 151.0, 200.0):
         recorded.refresh()
         shares.append(values["goodput_ratio",])
-    assert goodput(events)["goodput"] > shares[0] == shares[1] > shares[2] > 0  # type: ignore[operator]
+    assert goodput(read_sessions(events))["goodput"] > shares[0] == shares[1] > shares[2] > 0  # type: ignore[operator]
 
 
 def test_an_error_in_a_metric_does_not_end_the_run(

@@ -4,15 +4,19 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from elastic_ddp.telemetry import goodput as module
 from elastic_ddp.telemetry.event import MEMBERSHIP_CHANGED, RUN_ENDED, Event
 from elastic_ddp.telemetry.events import GenerationEnded, WorkerFailed
-from elastic_ddp.telemetry.goodput import PARTS, goodput, partition, stalls
+from elastic_ddp.telemetry.goodput import PARTS, goodput, stalls
+from elastic_ddp.telemetry.sessions import read_sessions
 from tests.unit.goodput_events import accounted, event, finished, formed, started
 
 
-def without_account(event: Event) -> Event:
-    return replace(event, account=None) if hasattr(event, "account") else event
+def partition(events: list[Event]) -> dict[str, float]:
+    return module.partition(read_sessions(events))
 
 
 def parts(**seconds: float) -> dict[str, float]:
@@ -50,26 +54,18 @@ def test_a_failure_with_a_survivor() -> None:
         rendezvous=0.25 + (115.0 - 113.25 - 1.25) + 0.125,
         shut_down=1.5,
     )
-    seconds = goodput(FAILURE)
+    seconds = goodput(read_sessions(FAILURE))
     assert (seconds["total"], seconds["goodput"]) == (26.5, round(14.75 / 26.5, 4))
     assert {*seconds} == {*PARTS, "total", "goodput"}
 
 
-def test_the_stall_before_each_generation() -> None:
-    assert stalls(FAILURE) == {
-        ("s1", 1): {"detection_s": None, "rendezvous_s": 0.25, "hand_over_s": 0.75, "first_step_s": 0.4},
-        ("s1", 2): {"detection_s": 2.5, "rendezvous_s": 0.625, "hand_over_s": 0.375, "first_step_s": 0.3},
-    }
-
-
-def test_stalls_without_accounts_are_unknown() -> None:
-    unknown = {"detection_s": None, "rendezvous_s": None, "hand_over_s": None, "first_step_s": None}
-    assert stalls([without_account(entry) for entry in FAILURE])["s1", 2] == {**unknown, "first_step_s": 0.3}
-    assert stalls(FAILURE[:8])["s1", 2] == unknown
-    without_first = [
-        entry for entry in FAILURE if getattr(entry, "generation", 0) != 1 or not hasattr(entry, "account")
-    ]
-    assert stalls(without_first)["s1", 2]["detection_s"] is None
+def test_the_stall_before_each_generation_is_known_from_its_accounts() -> None:
+    first = {"detection_s": None, "rendezvous_s": 0.25, "hand_over_s": 0.75, "first_step_s": 0.4}
+    second = {"detection_s": 2.5, "rendezvous_s": 0.625, "hand_over_s": 0.375, "first_step_s": 0.3}
+    assert stalls(*read_sessions(FAILURE)) == [first, second]
+    assert stalls(*read_sessions(FAILURE[:8])) == [first, dict.fromkeys(second)]
+    lost_account = [*FAILURE[:4], *FAILURE[7:]]
+    assert [row["detection_s"] for row in stalls(*read_sessions(lost_account))] == [None, None]
 
 
 def test_the_longest_account_counts_in_any_order() -> None:
@@ -154,14 +150,14 @@ def test_waiting_is_at_most_the_time_between_generations() -> None:
     assert partition(events) == parts(start_up=1.0, useful=4.0, waiting=2.0)
 
 
-@pytest.mark.parametrize("reason", ["start", "resume"])
-def test_a_generation_without_a_state_means_that_all_workers_failed(reason: str) -> None:
+def test_a_generation_without_a_state_means_that_all_workers_failed() -> None:
     events = [
         started(0.0),
         formed(1, 1.0, None),
         accounted("steps_completed", 1, 5.0, step=4, useful=4.0),
         event("worker_failed", 5.5, generation=1),
-        formed(2, 9.0, 4, reason=reason, waited_s=0.5),
+        formed(2, 9.0, None, reason="worker failed", waited_s=0.5),
+        event("generation_started", 9.0, generation=2, first_step=4),
         accounted("generation_ended", 2, 10.0, last_step=5, useful=1.0),
     ]
     assert partition(events)["redone"] == 0.5 and partition(events)["waiting"] == 3.5
@@ -192,8 +188,6 @@ def test_a_worker_that_fails_while_it_waits_redoes_no_work() -> None:
         finished(22.0),
     ]
     assert partition(events) == parts(start_up=1.0, useful=6.0, waiting=14.0, rendezvous=1.0)
-    nobody = [replace(entry, first_step=None) if hasattr(entry, "first_step") else entry for entry in events]
-    assert partition(nobody) == partition(events)
 
 
 def test_survivors_of_a_sharded_run_do_not_wait_for_workers() -> None:
@@ -276,14 +270,67 @@ def test_clocks_that_are_ahead_are_corrected() -> None:
     assert partition([started(0.0), formed(1, 2.0, None), ahead]) == parts(start_up=2.0, useful=8.0)
 
 
-def test_a_ledger_without_accounts_has_no_goodput() -> None:
-    old = [without_account(entry) for entry in FAILURE]
-    assert goodput(old)["goodput"] is None
-    assert goodput(old)["total"] == 26.5
-
-
 def test_an_account_longer_than_its_generation_is_scaled_down() -> None:
     steps = accounted("steps_completed", 1, 5.0, step=4, useful=6.0, checkpoint=2.0)
     assert partition([started(0.0), formed(1, 1.0, None), steps, finished(5.0)]) == parts(
         start_up=1.0, useful=3.0, checkpoint=1.0
     )
+
+
+seconds = st.floats(0, 100).map(lambda value: round(value, 3))
+
+
+@given(st.data())
+def test_the_parts_of_a_generated_run_are_found(data: st.DataObject) -> None:
+    """Generates a run phase by phase. Each second is in one part, also if events are missing."""
+    truth = dict.fromkeys(PARTS, 0.0)
+    now, events = 1e6, []
+
+    def spend(part: str, at_least: float = 0.0) -> float:
+        nonlocal now
+        took = at_least + data.draw(seconds)
+        truth[part] += took
+        now += took
+        return took
+
+    for session in ("s1", "s2"):
+        step = 0  # nothing is committed, so all work is redone
+        truth["redone"], truth["useful"] = truth["redone"] + truth["useful"], 0.0
+        events.append(started(now, session, step=None))
+        spend("start_up")
+        waited, gap, anew = 0.0, 0.0, True
+        for number in range(1, 1 + data.draw(st.integers(0, 4))):
+            reason = "start" if anew else "worker failed"
+            events.append(
+                formed(number, now, None if anew else step, session, reason=reason, waited_s=waited, late=0.0)
+            )
+            if anew:
+                step = 0
+                truth["redone"], truth["useful"] = truth["redone"] + truth["useful"], 0.0
+                events.append(event("generation_started", now, session, generation=number, first_step=0, late=0.0))
+            account = {"rendezvous": spend("rendezvous"), "hand_over": spend("hand_over"), "useful": 0.0}
+            for _ in range(data.draw(st.integers(0, 3))):
+                account["useful"] += spend("useful")
+                account["checkpoint"] = account.get("checkpoint", 0.0) + spend("checkpoint")
+                step += 1
+                events.append(accounted("steps_completed", number, now, session, step=step, late=0.0, **account))
+            if data.draw(st.booleans()):  # a worker survives
+                account |= {"redone": spend("redone"), "detection": spend("detection")}
+                events.append(event("worker_failed", now, session, generation=number, late=0.0))
+                events.append(accounted("generation_account", number, now, session, late=0.0, **account))
+                gap, waited, anew = spend("rendezvous"), spend("waiting"), False
+            else:
+                if not account["useful"]:
+                    events.append(accounted("steps_completed", number, now, session, step=step, late=0.0, **account))
+                spend("redone", at_least=1.5)
+                events.append(event("worker_failed", now, session, generation=number, late=0.0))
+                spend("waiting")
+                gap, waited, anew = 0.0, 0.0, True
+        truth["rendezvous"] -= gap  # no generation follows, so this was waiting
+        truth["waiting"] += gap
+        events.append(finished(now, session, "stopped"))
+    assert partition(events) == pytest.approx(truth, abs=1e-6)
+    readable = [entry for entry in events if data.draw(st.booleans())]  # other lines of the ledger are damaged
+    total_s = sum(session.length_s for session in read_sessions(readable))
+    found = partition(readable)
+    assert min(found.values()) >= 0 and sum(found.values()) == pytest.approx(total_s, abs=1e-6)

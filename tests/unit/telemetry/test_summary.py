@@ -134,7 +134,7 @@ DRAINED = session(
     ("worker_left", {"generation": 1, "member": "d", "node": "n", "kind": "resize"}),
     accounted(1, 7, rendezvous=0.25, hand_over=0.5, useful=5.25),
     rendezvous(2, 7, "workers left"),
-    generation(2, 1, 7, "workers left"),
+    generation(2, 2, 7, "workers left"),
     accounted(2, 9, rendezvous=0.125, hand_over=0.25, useful=1.5),
     ("run_finished", {"status": "finished", "steps": 9, "samples": 90}),
 )  # fmt: skip
@@ -158,7 +158,7 @@ def test_the_summary_has_goodput_and_the_stall_of_each_generation() -> None:
     assert "(13.3 samples/s in training; 8.18 samples/s over the whole time)" in text
     lines = [line.split() for line in text.splitlines()]
     assert ["workers", "2", "drained"] in lines
-    assert ["2", "1", "7", "9", "1.38", "s", "workers", "left", "it", "ended"] in lines
+    assert ["2", "2", "7", "9", "1.38", "s", "workers", "left", "it", "ended"] in lines
 
 
 def test_a_slow_first_step_is_part_of_the_stall() -> None:
@@ -346,6 +346,7 @@ def test_older_values_are_shown_with_their_step() -> None:
     events = session(
         "s1",
         0.0,
+        generation(1, 2, 0, "start"),
         steps(3, 1.0),
         ("evaluation_finished", {**evaluation, "step": 2}),
         ("evaluation_finished", {"name": "test_loss", "loss": 4.0, "step": 3}),

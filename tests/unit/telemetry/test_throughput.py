@@ -10,6 +10,7 @@ from rich.console import Console
 
 from elastic_ddp.cli.run_summary import render
 from elastic_ddp.telemetry.event import Event
+from elastic_ddp.telemetry.sessions import read_sessions
 from elastic_ddp.telemetry.summary import summarize
 from elastic_ddp.telemetry.world_sizes import scaling
 from tests.unit.goodput_events import accounted, event, finished, formed, started
@@ -45,11 +46,11 @@ GROWN = [
 
 
 def rates(events: list[Event]) -> dict[int, float]:
-    return {row["world_size"]: row["samples_per_s"] for row in scaling(events)}
+    return {row["world_size"]: row["samples_per_s"] for row in scaling(read_sessions(events))}
 
 
 def test_each_world_size_has_its_throughput_without_the_first_step() -> None:
-    one, two = scaling(GROWN)
+    one, two = scaling(read_sessions(GROWN))
     assert one == {
         "world_size": 1, "steps": 19, "samples": 190, "seconds": 19.0,
         "samples_per_s": 10.0, "samples_per_s_per_worker": 10.0, "efficiency": 1.0,
@@ -63,7 +64,7 @@ def test_steps_that_were_repeated_count_once() -> None:
     """The session before stopped at step 31 and its last commit is step 25, halfway between two accounts."""
     resumed = [*GROWN[:-1], started(100.0, "s2", step=26), *generation(1, 2, 105.0, 26, "s2")]
     resumed += [steps(1, 112.0, 32, 7.0, "s2"), finished(113.0, "s2")]
-    _, two = scaling(resumed)
+    _, two = scaling(read_sessions(resumed))
     assert two["steps"] == (26 - 21) + (32 - 27)
     assert two["seconds"] == pytest.approx(3.0 + 5.0)
     from_the_start = [
@@ -78,7 +79,7 @@ def test_steps_that_were_repeated_count_once() -> None:
 def test_steps_that_a_later_generation_of_the_session_repeats_count_once() -> None:
     """All workers failed after step 20, and the newest commit was step 15."""
     again = [*generation(2, 2, 40.0, 15), steps(2, 50.0, 30, 10.0), finished(51.0)]
-    one, two = scaling([*GROWN[:6], *again])
+    one, two = scaling(read_sessions([*GROWN[:6], *again]))
     assert (one["steps"], one["seconds"]) == (15 - 1, 14.0)
     assert two["steps"] == 30 - 16
 
@@ -90,7 +91,7 @@ def test_steps_of_unlogged_generations_count_by_their_last_account() -> None:
 
 
 def test_a_run_without_measured_steps_has_no_scaling() -> None:
-    assert scaling([]) == scaling(GROWN[:4]) == scaling([started(0.0), finished(1.0)]) == []
+    assert rates([]) == rates(GROWN[:4]) == rates([started(0.0), finished(1.0)]) == {}
 
 
 def test_show_has_a_table_for_a_run_with_several_world_sizes() -> None:

@@ -13,6 +13,7 @@ from elastic_ddp.report.history import read_history
 from elastic_ddp.report.page import headline
 from elastic_ddp.storage.storage import Storage
 from elastic_ddp.telemetry.goodput import goodput
+from elastic_ddp.telemetry.sessions import read_sessions
 from elastic_ddp.worker.run import Run
 from tests.loops import loop_of
 from tests.unit.cli.test_cli import invoke, write_ledger
@@ -74,4 +75,4 @@ def test_the_report_says_at_which_step_a_run_left_its_loop() -> None:
     assert headline(history.summary).startswith("Left its loop after 120 of 480 steps")
     [mark] = history.marks
     assert (mark.kind, mark.step, mark.text) == ("stopped", 120, "the run left its loop at step 120 of 480")
-    assert goodput(run.events)["waiting"] == 0.0, "no worker is waited for at its end"
+    assert goodput(read_sessions(run.events))["waiting"] == 0.0, "no worker is waited for at its end"
