@@ -163,9 +163,7 @@ class RunMetrics:
         for phase, seconds in event.phases.items():
             self._set("phase_seconds", seconds, phase=phase)
         by_rank: dict[str, Sequence[float | None]] = {
-            "micro_batch_work_seconds": [
-                work_s / number for work_s, number in zip(event.work_s, event.micro_batches, strict=False) if number
-            ],
+            "micro_batch_work_seconds": event.micro_batch_s,
             "gpu_memory_bytes": event.memory_bytes or [],
             "gpu_utilization_ratio": event.utilization or [],
         }

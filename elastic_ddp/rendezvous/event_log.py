@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any, TypeVar
 
 from elastic_ddp.rendezvous.snapshot import Snapshot
@@ -158,7 +158,7 @@ class EventLog:
             "loss": self.progress.get("loss"),
             "last_worker_failure": None if failure is None else {"time": failure.at, "error": failure.error},
             "phases": None if measured is None else measured.to_json(),
-            "bottleneck": None if bottleneck is None else bottleneck.to_json(),
+            "bottleneck": None if bottleneck is None else asdict(bottleneck),
         }
 
 

@@ -129,10 +129,9 @@ def value_of(point: Point[StepsCompleted] | Point[EvaluationFinished], name: str
 
 
 def slowdown(event: PhasesMeasured) -> float | None:
-    """Returns the work of the slowest rank for one of its micro-batches, relative to the median of ranks, if known."""
-    counts = event.micro_batches or [1] * len(event.work_s)
-    work_s = [seconds / count for seconds, count in zip(event.work_s, counts, strict=False) if seconds and count]
-    return max(work_s) / statistics.median(work_s) if len(work_s) == len(event.work_s) > 1 else None
+    """Returns the work of the slowest rank for one of its micro-batches, relative to the median; None for one rank."""
+    work_s = event.micro_batch_s
+    return max(work_s) / statistics.median(work_s) if len(work_s) > 1 else None
 
 
 def throughput(points: Sequence[Point[StepsCompleted]], length_s: float, count: int) -> list[float]:
@@ -173,8 +172,7 @@ def time_unit(histories: Sequence[History]) -> tuple[float, str]:
 
 def finite(value: Any) -> float | None:
     """Returns a number of a ledger, or None if it is missing, NaN or infinite."""
-    is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    return float(value) if is_number else None
+    return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
 
 
 def _sizes(sessions: Sequence[Session]) -> list[tuple[float, int]]:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from statistics import median_low
-from typing import Any, Literal
+from dataclasses import dataclass, field
+from statistics import fmean, median_low
+from typing import Literal
 
 from elastic_ddp.telemetry.events import PhasesMeasured
 from elastic_ddp.telemetry.phases import MIN_STEPS
@@ -42,13 +42,10 @@ class Bottleneck:
     """One sentence with the figures."""
     advice: str
     """One sentence with what to try."""
-    ranks: Sequence[int] = ()
-    """The slow ranks, or those whose data is later than that of others."""
+    ranks: list[int] = field(default_factory=list)
+    """The slow ranks, or the ranks whose data is later than on other ranks."""
     node: str | None = None
     """The address of the slow node."""
-
-    def to_json(self) -> dict[str, Any]:
-        return {**asdict(self), "ranks": list(self.ranks)}
 
 
 def find_bottleneck(measured: PhasesMeasured, nodes: Sequence[str] = ()) -> Bottleneck | None:
@@ -62,7 +59,7 @@ def find_bottleneck(measured: PhasesMeasured, nodes: Sequence[str] = ()) -> Bott
     if measured.num_steps < MIN_STEPS or not step_s:
         return None
     share = {phase: seconds / step_s for phase, seconds in measured.phases.items()}
-    slow = _slow_ranks(measured, step_s) if measured.micro_batches else []
+    slow = _slow_ranks(measured, step_s)
     # While one rank waits for data, the others wait for it, and read ahead: the next one to wait is another.
     late = max(measured.late_data_s, measured.phases["data"]) / step_s
     communication = share["communication"] - (late - share["data"])
@@ -106,26 +103,17 @@ def _late_data(share: float, slow: list[int], *, in_turn: bool) -> Bottleneck:
     )
 
 
-def _work(measured: PhasesMeasured) -> list[float]:
-    """Returns each rank's work for one of its micro-batches, of which ranks may have different numbers."""
-    return [seconds / count for seconds, count in zip(measured.work_s, measured.micro_batches, strict=True)]
-
-
-def _delays(measured: PhasesMeasured) -> list[float]:
-    """Returns the seconds of a step that each rank's work takes longer than that of the usual rank."""
-    work = _work(measured)
-    return [(own - median_low(work)) * count for own, count in zip(work, measured.micro_batches, strict=True)]
-
-
 def _slow_ranks(measured: PhasesMeasured, step_s: float) -> list[int]:
     """Returns the ranks that are slow; none if communication costs more, even on the slowest rank."""
-    work, delays = _work(measured), _delays(measured)
-    if measured.slowest.get("communication", 0.0) >= max(_COMMUNICATION * step_s, *delays):
+    work_s = measured.micro_batch_s
+    usual_s = median_low(work_s)
+    delays_s = [(own_s - usual_s) * count for own_s, count in zip(work_s, measured.micro_batches, strict=True)]
+    if measured.slowest.get("communication", 0.0) >= max(_COMMUNICATION * step_s, *delays_s):
         return []
     return [
         rank
-        for rank, (own, delay_s) in enumerate(zip(work, delays, strict=True))
-        if own >= SLOW * median_low(work) and delay_s >= _MIN_DELAY * step_s
+        for rank, (own_s, delay_s) in enumerate(zip(work_s, delays_s, strict=True))
+        if own_s >= SLOW * usual_s and delay_s >= _MIN_DELAY * step_s
     ]
 
 
@@ -142,34 +130,32 @@ def _slowest_phase(measured: PhasesMeasured) -> str:
 
 
 def _slowness(measured: PhasesMeasured, slow: list[int], nodes: Sequence[str]) -> Bottleneck:
-    work = _work(measured)
-    factor = max(work[rank] for rank in slow) / median_low(work)
-    slow_nodes = sorted({nodes[rank] for rank in slow}) if nodes else []
-    of_node = [rank for rank, node in enumerate(nodes) if node in slow_nodes]
+    work_s = measured.micro_batch_s
+    factor = max(work_s[rank] for rank in slow) / median_low(work_s)
     figures = f"takes {factor:.1f} times the median, most of all in {_slowest_phase(measured)}"
-    who = f"rank {slow[0]} is" if len(slow) == 1 else f"{_ranks(slow)} are"
-    others_exist = len(set(nodes)) > 1
+    node = nodes[slow[0]] if nodes and len({nodes[rank] for rank in slow}) == 1 else None
+    who = f"rank {slow[0]}" if len(slow) == 1 else f"{_ranks(slow)} are"
     advice = "Look for code that does more on some ranks, and for other programs on the same cores."
-    if others_exist and len(slow_nodes) == 1:
-        advice = f"Look for other programs on the node; `elastic-ddp drain RUN {slow_nodes[0]}` moves its workers away."
-        if of_node == slow and len(slow) > 1:
-            reason = f"node {slow_nodes[0]} is slow: the work of its ranks {figures}."
-            return Bottleneck(kind="slow node", reason=reason, advice=advice, ranks=slow, node=slow_nodes[0])
-        who = who.replace(" is", f" (node {slow_nodes[0]}) is") if len(slow) == 1 else who
-    node = slow_nodes[0] if len(slow_nodes) == 1 else None
+    if node is not None and len(set(nodes)) > 1:
+        advice = f"Look for other programs on the node; `elastic-ddp drain RUN {node}` moves its workers away."
+        if len(slow) > 1 and slow == [rank for rank, other in enumerate(nodes) if other == node]:
+            reason = f"node {node} is slow: the work of its ranks {figures}."
+            return Bottleneck(kind="slow node", reason=reason, advice=advice, ranks=slow, node=node)
+        who += f" (node {node})" if len(slow) == 1 else ""
+    who += " is" if len(slow) == 1 else ""
     reason = f"{who} slow: the work {figures}."
     return Bottleneck(kind="slow rank", reason=reason, advice=advice, ranks=slow, node=node)
 
 
 def _communication(measured: PhasesMeasured, share: float) -> Bottleneck:
     counts = measured.micro_batches
-    least, most, mean = min(counts, default=1), max(counts, default=1), sum(counts) / max(1, len(counts))
+    least, most = min(counts), max(counts)
     reason = f"communication that the backward does not hide takes {_percent(share)} of the time."
     advice = (
         "Try fewer workers (`elastic-ddp resize`); with DDP a larger ddp.bucket_cap_mb, with FSDP fsdp.sharding = "
         '"grad_op"; or, in a new run, a larger global_batch_size or micro_batch_size, or reduction = "native".'
     )
-    if 1 - mean / most >= share / 2:  # most of it is waiting for ranks with more micro-batches
+    if 1 - fmean(counts) / most >= share / 2:  # most of it is waiting for ranks with more micro-batches
         reason = f"ranks have {least} or {most} micro-batches, and wait for each other {_percent(share)} of the time."
         advice = (
             f"Use a number of workers that divides the {sum(counts)} micro-batches of a step (`elastic-ddp resize`)."

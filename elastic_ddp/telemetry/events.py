@@ -168,6 +168,11 @@ class PhasesMeasured(AgreedEvent):
     utilization: list[float | None] | None = None
     """Share of the time in which a rank's GPU was busy, from 0 to 1, as NVML has it; null without NVML."""
 
+    @property
+    def micro_batch_s(self) -> list[float]:
+        """Seconds of each rank's work for one of its micro-batches: ranks may have different numbers of them."""
+        return [work_s / count for work_s, count in zip(self.work_s, self.micro_batches, strict=False)]
+
 
 class StepSkipped(AgreedEvent):
     """A step left model, optimizers and schedulers unchanged. Rank 0 reports it."""

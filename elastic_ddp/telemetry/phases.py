@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from operator import itemgetter
 from statistics import fmean
 from typing import Any, Literal, get_args
 
@@ -41,11 +42,13 @@ def combine(
     """
     if not all(part["num_steps"] for part in parts):
         return None
-    seconds, in_other = ([part[name] for part in parts] for name in ("phases", "in_other"))
+    seconds = [part["phases"] for part in parts]
+    in_other = [part["in_other"] for part in parts]
     slowest = max(range(len(parts)), key=lambda rank: parts[rank]["work_s"] / micro_batches[rank])
     waits: list[Mapping[str, float]] = [part["data_s"] for part in parts]
     steps = set(waits[0]).intersection(*waits)  # the devices of some ranks may be behind
-    memory, utilization = ([part[name] for part in parts] for name in ("memory_bytes", "utilization"))
+    memory = [part["memory_bytes"] for part in parts]
+    utilization = [part["utilization"] for part in parts]
     return PhasesMeasured(
         generation=generation,
         step=parts[0]["step"],
@@ -68,9 +71,10 @@ def newest(events: Sequence[PhasesMeasured]) -> PhasesMeasured | None:
     Over fewer if the generation has not more, and None without any. `events` are in the order of the ledger.
     """
     chosen: list[PhasesMeasured] = []
-    num_steps, seconds = 0, 0.0
+    num_steps = 0
+    seconds = 0.0
     for event in reversed(events):
-        is_other = chosen and not _is_of(event, chosen[0].generation, chosen[0].session)
+        is_other = chosen and (event.generation, event.session) != (chosen[0].generation, chosen[0].session)
         if is_other or (num_steps >= MIN_STEPS and seconds >= _WINDOW_S):
             break
         chosen.append(event)
@@ -79,15 +83,12 @@ def newest(events: Sequence[PhasesMeasured]) -> PhasesMeasured | None:
     return _average(chosen) if chosen else None
 
 
-def _is_of(measured: PhasesMeasured, generation: int, session: str) -> bool:
-    return (measured.generation, measured.session) == (generation, session)
-
-
 def nodes_of(events: Iterable[Event], measured: PhasesMeasured) -> list[str]:
     """Returns the address of each rank's node in the generation that was measured; empty if that is not known."""
+    key = measured.generation, measured.session
     for event in events:
-        if isinstance(event, GenerationFormed) and _is_of(measured, event.generation, event.session):
-            return [str(member.get("node")) for member in event.members]
+        if isinstance(event, GenerationFormed) and (event.generation, event.session) == key:
+            return [member["node"] for member in event.members]
     return []
 
 
@@ -103,22 +104,18 @@ def mean_phases(events: Sequence[PhasesMeasured]) -> dict[str, float]:
 def _average(events: Sequence[PhasesMeasured]) -> PhasesMeasured:
     """Returns the average over the steps of events of one generation, the newest first."""
     total = sum(event.num_steps for event in events)
-    work_s = [
-        sum(event.work_s[rank] * event.num_steps for event in events) / total for rank in range(len(events[0].work_s))
-    ]
-    counts = events[0].micro_batches
-    slowest = max(range(len(counts)), key=lambda rank: work_s[rank] / counts[rank], default=None)
-    of_slowest = [replace(event, phases=event.slowest) for event in events if event.slowest_rank == slowest]
-    return replace(
+
+    def mean(values: Iterable[float]) -> float:
+        return round(sum(value * event.num_steps for value, event in zip(values, events, strict=True)) / total, 6)
+
+    average = replace(
         events[0],
         num_steps=total,
         phases=mean_phases(events),
-        late_data_s=round(sum(event.late_data_s * event.num_steps for event in events) / total, 6),
-        in_other={
-            name: round(sum(event.in_other.get(name, 0.0) * event.num_steps for event in events) / total, 6)
-            for name in events[0].in_other
-        },
-        work_s=[round(seconds, 6) for seconds in work_s],
-        slowest_rank=slowest,
-        slowest=mean_phases(of_slowest) if of_slowest else {},
+        late_data_s=mean(event.late_data_s for event in events),
+        in_other={name: mean(event.in_other[name] for event in events) for name in events[0].in_other},
+        work_s=[mean(seconds) for seconds in zip(*(event.work_s for event in events), strict=True)],
     )
+    slowest = max(enumerate(average.micro_batch_s), key=itemgetter(1), default=(None, 0.0))[0]
+    of_slowest = [replace(event, phases=event.slowest) for event in events if event.slowest_rank == slowest]
+    return replace(average, slowest_rank=slowest, slowest=mean_phases(of_slowest) if of_slowest else {})

@@ -87,7 +87,7 @@ def _phases(events: list[Event]) -> dict[str, Any]:
     memory = [max(event.memory_bytes) for event in measured if event.memory_bytes]
     return {
         "phases": mean_phases(measured) if measured else None,
-        "bottleneck": {**bottleneck.to_json(), "num_steps": last.num_steps} if last and bottleneck else None,
+        "bottleneck": {**vars(bottleneck), "num_steps": last.num_steps} if last and bottleneck else None,
         "memory_bytes": max(memory, default=None),
     }
 

@@ -212,6 +212,8 @@ def test_watch_shows_what_happened_to_a_run(ledger: Ledger, clock: Clock, tmp_pa
         step=100,
         num_steps=20,
         phases=phases,
+        work_s=[0.25] * 3,
+        micro_batches=[2] * 3,
         memory_bytes=memory,
         utilization=[0.5] * 3,
     )

@@ -182,7 +182,3 @@ def test_a_window_without_a_step_on_every_rank_gives_no_event() -> None:
     part = {"step": 3, "phases": dict.fromkeys(STEP_PHASES, 0.0), "in_other": {}, "work_s": 0.0}
     part |= {"memory_bytes": 0, "utilization": None}
     assert combine([{**part, "num_steps": 1}, {**part, "num_steps": 0}], generation=1, micro_batches=[1, 1]) is None
-
-
-def test_an_event_of_a_ledger_without_work_has_a_verdict() -> None:
-    assert find_bottleneck(PhasesMeasured(generation=1, step=30, num_steps=30, phases=BALANCED)) is not None
