@@ -158,11 +158,8 @@ def _parse(key: str, data: bytes) -> list[Event]:
         if not line:
             continue
         try:
-            entry = json.loads(line)
-            if not isinstance(entry["seq"], int) or not isinstance(entry["time"], int | float):
-                raise ValueError("seq or time is missing")
-            events.append(parse(entry))
-        except (KeyError, TypeError, ValueError) as error:
+            events.append(parse(json.loads(line)))
+        except (KeyError, ValueError) as error:
             if number < len(lines):
                 _log.warning("line %d of %s is skipped: %s", number, key, error)
     return events

@@ -37,28 +37,34 @@ def stacks_of_answers(answers: Iterable[Mapping[str, Any]], within_s: float) -> 
 def stacks_of_last_hang(events: Sequence[Event]) -> dict[str, Any] | None:
     """Returns the stacks of the last hang in a ledger; None if there was none.
 
-    The dict has `workers` and `missing` like that of live workers, and `time`, `seconds` and `culprits` of the hang.
+    The dict has `workers` and `missing` as for live workers, and `time`, `seconds` and `culprits` of the hang.
     """
-    hangs = [index for index, event in enumerate(events) if isinstance(event, HangDetected)]
-    if not hangs:
-        return None
-    hang = events[hangs[-1]]
-    assert isinstance(hang, HangDetected)
+    facts: dict[str, Any] | None = None
     members: dict[str, Mapping[str, Any]] = {}
     stacks: dict[str, StacksRecorded] = {}
-    for event in events[: hangs[-1]]:
+    for event in events:
         match event:
-            case HangDetected() | SessionStarted():
+            case HangDetected():
+                facts = _stacks_of_hang(event, members, stacks)
+                stacks = {}
+            case SessionStarted():
                 stacks = {}
             case StacksRecorded():
                 stacks[event.member] = event
             case GenerationFormed():
-                members = {str(member.get("id")): member for member in event.members}
+                members = {member["id"]: member for member in event.members}
+    return facts
+
+
+def _stacks_of_hang(
+    hang: HangDetected, members: Mapping[str, Mapping[str, Any]], stacks: Mapping[str, StacksRecorded]
+) -> dict[str, Any]:
     workers, missing = [], []
     for member, place in hang.places.items():
         known = members.get(member, {})
         facts = {"rank": known.get("rank"), "node": known.get("node"), "pid": known.get("pid"), "id": member}
-        if (recorded := stacks.get(member)) is not None:
+        if member in stacks:
+            recorded = stacks[member]
             workers.append(facts | {"place": recorded.place, "threads": parse_stacks(recorded.stacks)})
         else:
             missing.append(facts | {"place": place, "reason": "it recorded no stacks"})

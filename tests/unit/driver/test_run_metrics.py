@@ -21,8 +21,7 @@ from elastic_ddp.telemetry.event import Event
 from elastic_ddp.telemetry.events import PhasesMeasured
 from elastic_ddp.telemetry.goodput import goodput
 from elastic_ddp.telemetry.sessions import read_sessions
-from tests.unit.goodput_events import accounted, formed, started
-from tests.unit.ledger_events import ledger_event
+from tests.unit.ledger_events import accounted, formed, ledger_event, started
 
 ROOT = Path(__file__).parents[3]
 DASHBOARD = json.loads((ROOT / "cluster/grafana/elastic_ddp.json").read_text())

@@ -96,12 +96,6 @@ def fail_in_the_first_step(worker: Worker) -> None:
     worker.account.record_failure(in_step=True)
 
 
-def fail_in_the_second_step(worker: Worker) -> None:
-    worker.work(9.0)
-    worker.account.step_done()
-    fail_in_the_first_step(worker)
-
-
 def fail_while_metrics_are_gathered(worker: Worker) -> None:
     worker.work(9.0)
     worker.account.step_done()
@@ -123,15 +117,7 @@ def fail_in_an_evaluation(worker: Worker) -> None:
     worker.account.record_failure(in_step=False)
 
 
-@pytest.mark.parametrize(
-    "fail",
-    [
-        fail_in_the_first_step,
-        fail_in_the_second_step,
-        fail_while_metrics_are_gathered,
-        fail_in_an_evaluation,
-    ],
-)
+@pytest.mark.parametrize("fail", [fail_in_the_first_step, fail_while_metrics_are_gathered, fail_in_an_evaluation])
 def test_waiting_is_not_work_without_a_typical_step(fail: Callable[[Worker], None]) -> None:
     worker = Worker()
     fail(worker)

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from elastic_ddp.telemetry.description import describe_event
-from elastic_ddp.telemetry.event import EVENTS, UnknownEvent, parse
+from elastic_ddp.telemetry.description import describe_event, state_of
+from elastic_ddp.telemetry.event import EVENTS, MEMBERSHIP_CHANGED, UnknownEvent, parse
 from elastic_ddp.telemetry.events import CommitSucceeded
 from tests.unit.ledger_events import ledger_event
 
@@ -45,3 +45,10 @@ def test_every_event_is_documented() -> None:
     for kind in EVENTS.values():
         assert kind.__doc__ and not kind.__doc__.startswith(kind.__name__), kind
         assert all(each.kw_only for each in fields(kind))
+
+
+def test_a_run_trains_although_a_worker_that_has_left_reports_it_late() -> None:
+    first, second = (ledger_event("generation_started", generation=number) for number in (1, 2))
+    ended = ledger_event("generation_ended", generation=1, reason=MEMBERSHIP_CHANGED)
+    assert state_of([first, ended]).text == "changing workers"
+    assert state_of([first, second, ended]).text == "training"

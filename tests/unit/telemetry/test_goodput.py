@@ -12,7 +12,7 @@ from elastic_ddp.telemetry.event import MEMBERSHIP_CHANGED, RUN_ENDED, Event
 from elastic_ddp.telemetry.events import GenerationEnded, WorkerFailed
 from elastic_ddp.telemetry.goodput import PARTS, goodput, stalls
 from elastic_ddp.telemetry.sessions import read_sessions
-from tests.unit.goodput_events import accounted, event, finished, formed, started
+from tests.unit.ledger_events import accounted, event, finished, formed, started
 
 
 def partition(events: list[Event]) -> dict[str, float]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -27,15 +27,6 @@ WAITS = (
     'Thread TrainingThread(x):\n  File "a.py", line 1, in train\n    wait()\n\nThread sender:\n  File "b.py", line 2\n'
 )
 HANGS = WAITS.replace("wait()", "stuck()")
-
-
-@contextmanager
-def client_of(rendezvous: InProcessRendezvous, rank: int) -> Iterator[RendezvousClient]:
-    client = RendezvousClient(rendezvous, member("a", rank), 30.0)
-    try:
-        yield client
-    finally:
-        client.close()
 
 
 def test_a_request_reaches_each_worker_once_and_every_answer_counts(play: Play, long_polls: None) -> None:
@@ -79,20 +70,18 @@ def test_a_worker_sends_its_stacks_while_its_training_thread_hangs(
     training = threading.Thread(target=wait_for_a_peer, name="TrainingThread(train)")
     training.start()
     try:
-        with client_of(rendezvous, 0):
+        with closing(RendezvousClient(rendezvous, member("a", 0), 30.0)):
             for rank in (0, 1):
                 rendezvous.ask("heartbeat_address", member("a", rank))
             facts = RunHandle("lm", rendezvous).stacks()
-            again = RunHandle("lm", rendezvous).stacks()
     finally:
         released.set()
         training.join()
-    for each in (facts, again):
-        (worker,), (missing,) = each["workers"], each["missing"]
-        assert (worker["id"], worker["pid"], worker["place"]) == ("a0", 100, "start")
-        assert worker["threads"][0]["name"].startswith("TrainingThread")
-        assert "wait_for_a_peer" in worker["threads"][0]["stack"]
-        assert missing["id"] == "a1" and "no answer within 1 s" in missing["reason"]
+    (worker,), (missing,) = facts["workers"], facts["missing"]
+    assert (worker["id"], worker["pid"], worker["place"]) == ("a0", 100, "start")
+    assert worker["threads"][0]["name"].startswith("TrainingThread")
+    assert "wait_for_a_peer" in worker["threads"][0]["stack"]
+    assert missing["id"] == "a1" and "no answer within 1 s" in missing["reason"]
 
 
 def test_a_request_that_a_restarted_rendezvous_forgot_is_an_error() -> None:
@@ -180,13 +169,3 @@ def test_a_run_without_a_hang_has_no_stacks(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(cli_stacks, "get_run", not_live)
     with pytest.raises(ConfigError, match=r"this run has finished\. Its ledger has no hang"):
         invoke("stacks", str(tmp_path))
-
-
-def test_stacks_of_a_ledger_without_worker_ids_have_no_ranks() -> None:
-    events = [
-        ledger_event("generation_formed", members=[{"rank": 0, "node": "a", "pid": 1}]),
-        ledger_event("stacks_recorded", member="w0", place="data", stacks=WAITS),
-        ledger_event("hang_detected", places={"w0": "data"}),
-    ]
-    facts = stacks_of_last_hang(events)
-    assert facts is not None and facts["workers"][0]["rank"] is None and facts["workers"][0]["id"] == "w0"

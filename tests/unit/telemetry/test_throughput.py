@@ -13,7 +13,7 @@ from elastic_ddp.telemetry.event import Event
 from elastic_ddp.telemetry.sessions import read_sessions
 from elastic_ddp.telemetry.summary import summarize
 from elastic_ddp.telemetry.world_sizes import scaling
-from tests.unit.goodput_events import accounted, event, finished, formed, started
+from tests.unit.ledger_events import accounted, event, finished, formed, started
 
 SAMPLES = 10
 """Samples of a step."""
