@@ -7,7 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Literal, get_args
+from typing import Literal
 
 Phase = Literal["rendezvous", "hand_over", "useful", "checkpoint", "redone", "detection"]
 """What a worker does in a generation:
@@ -19,7 +19,6 @@ checkpoint: training waits for a commit.
 redone: work on a step that a failed peer interrupted.
 detection: waiting for a failed peer until the failure is detected.
 """
-PHASES: tuple[Phase, ...] = get_args(Phase)
 _TYPICAL_OF = 20
 """Number of steps whose median is the typical duration."""
 
@@ -48,7 +47,9 @@ class Account:
 
     def begin(self) -> None:
         """The worker has its assignment, and the process group starts to form."""
-        self._phase, self._since, self._seconds = "rendezvous", self._clock(), {"rendezvous": 0.0}
+        self._phase = "rendezvous"
+        self._since = self._clock()
+        self._seconds = {"rendezvous": 0.0}
         self.mark()
 
     def formed(self) -> None:
@@ -63,9 +64,10 @@ class Account:
 
     def step_done(self) -> float | None:
         """A step is done. Returns its duration in seconds if it is the generation's first."""
-        seconds, is_first, self._is_first = self._since_mark(), self._is_first, False
+        seconds = self._since_mark()
         self.mark()
-        if is_first:  # it waits for the first rows, so it is not typical
+        if self._is_first:  # it waits for the first rows, so it is not typical
+            self._is_first = False
             return seconds
         self._steps.append(seconds)
         return None
@@ -126,7 +128,8 @@ class Account:
         if self._phase is not None:
             now = self._clock()
             self._seconds[self._phase] += now - self._since
-            self._phase, self._since = phase, now
+            self._phase = phase
+            self._since = now
             if phase is not None:
                 self._seconds.setdefault(phase, 0.0)
 

@@ -11,6 +11,7 @@ import json
 import math
 import shutil
 import sys
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -72,9 +73,9 @@ def figures_of(trace: Trace) -> dict[str, Any]:
     """
     complete = [event for event in trace if event.get("ph") == "X" and "dur" in event]
     kernels = [event for event in complete if event.get("cat") in _GPU_WORK]
-    spans = [_interval(event) for event in complete if event.get("cat") == "Trace"] or [*map(_interval, complete)]
+    spans = [_interval(event) for event in complete if event.get("cat") == "Trace"]
     spans += map(_interval, kernels)  # the last ones may end after the trace
-    window = (min(start for start, _ in spans), max(end for _, end in spans)) if spans else (0.0, 0.0)
+    window = min(start for start, _ in spans), max(end for _, end in spans)
     if kernels:
         compute = [event for event in kernels if not _is_nccl(event)]
         communication = [event for event in kernels if _is_nccl(event)]
@@ -124,24 +125,22 @@ def _nested(operators: Iterable[Mapping[str, Any]]) -> Iterator[tuple[Mapping[st
         callers.append((end, event))
 
 
-def _by_thread(events: Iterable[Mapping[str, Any]]) -> dict[Thread, list[Mapping[str, Any]]]:
-    threads: dict[Thread, list[Mapping[str, Any]]] = {}
+def _by_thread(events: Iterable[Mapping[str, Any]]) -> Mapping[Thread, list[Mapping[str, Any]]]:
+    threads: defaultdict[Thread, list[Mapping[str, Any]]] = defaultdict(list)
     for event in events:
-        threads.setdefault((event.get("pid"), event.get("tid")), []).append(event)
+        threads[event.get("pid"), event.get("tid")].append(event)
     return threads
 
 
 def _operators(complete: Trace) -> list[dict[str, Any]]:
     """The operators that took longest, without the time of those that they called."""
-    own: dict[str, list[float]] = {}
+    own: Counter[str] = Counter()
     for operators in _by_thread(event for event in complete if event.get("cat") == "cpu_op").values():
         for event, caller in _nested(operators):
-            total = own.setdefault(event["name"], [0.0, 0])
-            total[0] += event["dur"]
-            total[1] += 1
+            own[event["name"]] += event["dur"]
             if caller is not None:
-                own[caller["name"]][0] -= event["dur"]
-    return _longest(own)
+                own[caller["name"]] -= event["dur"]
+    return _longest(own, Counter(event["name"] for event in complete if event.get("cat") == "cpu_op"))
 
 
 def _operators_of_kernels(complete: Trace, kernels: Trace) -> list[dict[str, Any]]:
@@ -151,18 +150,19 @@ def _operators_of_kernels(complete: Trace, kernels: Trace) -> list[dict[str, Any
         for event in complete
         if event.get("cat") == "cpu_op" and "External id" in event.get("args", {})
     }
-    totals: dict[str, list[float]] = {}
+    own: Counter[str] = Counter()
+    calls: Counter[str] = Counter()
     for kernel in kernels:
         launched_by = None if _is_nccl(kernel) else names.get(kernel.get("args", {}).get("External id"))
-        total = totals.setdefault(launched_by or kernel["name"], [0.0, 0])
-        total[0] += kernel["dur"]
-        total[1] += 1
-    return _longest(totals)
+        name = launched_by or kernel["name"]
+        own[name] += kernel["dur"]
+        calls[name] += 1
+    return _longest(own, calls)
 
 
-def _longest(totals: Mapping[str, Sequence[float]]) -> list[dict[str, Any]]:
-    names = sorted(totals, key=lambda name: -totals[name][0])[:NUM_OPERATORS]
-    return [{"name": name, "seconds": totals[name][0] / _SECOND, "calls": int(totals[name][1])} for name in names]
+def _longest(own: Counter[str], calls: Counter[str]) -> list[dict[str, Any]]:
+    longest = own.most_common(NUM_OPERATORS)
+    return [{"name": name, "seconds": duration / _SECOND, "calls": calls[name]} for name, duration in longest]
 
 
 def _memory(trace: Trace, complete: Trace, *, on_gpu: bool) -> dict[str, Any] | None:
@@ -172,17 +172,15 @@ def _memory(trace: Trace, complete: Trace, *, on_gpu: bool) -> dict[str, Any] | 
     if not changes:
         return None
     threads = _by_thread(event for event in complete if event.get("cat") == "cpu_op")
-    allocated: dict[str, int] = {}
+    allocated: Counter[str] = Counter()
     for thread, of_thread in _by_thread(changes).items():
         new = [{**event, "dur": 0.0} for event in of_thread if event["args"]["Bytes"] > 0]
         for event, caller in _nested([*threads.get(thread, ()), *new]):
             if event["name"] == "[memory]":
-                name = caller["name"] if caller is not None else "(no operator)"
-                allocated[name] = allocated.get(name, 0) + event["args"]["Bytes"]
-    most = sorted(allocated, key=lambda name: -allocated[name])[:NUM_OPERATORS]
+                allocated[caller["name"] if caller is not None else "(no operator)"] += event["args"]["Bytes"]
     return {
         "peak_bytes": max(event["args"]["Total Allocated"] for event in changes),
-        "operators": [{"name": name, "bytes": allocated[name]} for name in most],
+        "operators": [{"name": name, "bytes": num} for name, num in allocated.most_common(NUM_OPERATORS)],
     }
 
 

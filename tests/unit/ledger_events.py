@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, get_args
 
-from elastic_ddp.telemetry.account import PHASES
+from elastic_ddp.telemetry.account import Phase
 from elastic_ddp.telemetry.event import EVENTS, Event, parse
 
 _ZEROS: dict[str, Any] = {"int": 0, "float": 0.0, "str": "", "bool": False}
@@ -41,5 +41,5 @@ def formed(number: int, at: float, step: int | None, session: str = "s1", **fiel
 
 
 def accounted(name: str, number: int, at: float, session: str = "s1", **fields: Any) -> Event:
-    account = {phase: fields.pop(phase) for phase in PHASES if phase in fields}
+    account = {phase: fields.pop(phase) for phase in get_args(Phase) if phase in fields}
     return event(name, at, session, generation=number, account=account, **fields)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import get_args
 
 import pytest
 import torch.distributed as dist
@@ -10,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_ddp.rendezvous.hang import Activity
-from elastic_ddp.telemetry.account import PHASES, Account
+from elastic_ddp.telemetry.account import Account, Phase
 from tests.loops import loop_of
 from tests.unit.single_worker import PEER_FAILURE, NewRun, client_of, prepared
 
@@ -86,7 +87,7 @@ def test_phases_add_up_to_the_time_since_the_start(actions: list[float | str]) -
             case float(seconds):
                 now += seconds
         phases = account.seconds()
-        assert min(phases.values()) >= 0 and phases.keys() <= set(PHASES)
+        assert min(phases.values()) >= 0 and phases.keys() <= set(get_args(Phase))
         assert sum(phases.values()) == pytest.approx(now - 1000.0, abs=1e-5)
 
 

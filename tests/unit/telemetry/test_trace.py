@@ -77,10 +77,6 @@ def test_times_on_a_cpu_are_unions_of_operators_and_of_gloos_work() -> None:
     assert own["AddmmBackward0"] == pytest.approx(1.0)
 
 
-def test_a_trace_without_events_has_no_times() -> None:
-    assert figures_of([])["window_s"] == 0.0
-
-
 intervals = st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)).map(lambda pair: (min(pair), max(pair))))
 
 
