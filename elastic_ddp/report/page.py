@@ -37,14 +37,6 @@ def render_page(histories: Sequence[History]) -> str:
     # The browser runs these scripts only, and loads nothing: text of a ledger cannot do either.
     policy = f"default-src 'none'; style-src 'unsafe-inline'; img-src data: blob:; script-src {hashes}"
     title = " and ".join(history.label for history in histories[:3])
-    body = [
-        _header(histories),
-        _summary(histories),
-        *(_section(number, chart) for number, chart in enumerate(figures)),
-        _scaling(histories),
-        _events(histories),
-        _configuration(histories),
-    ]
     return "\n".join(
         [
             "<!doctype html>",
@@ -53,7 +45,12 @@ def render_page(histories: Sequence[History]) -> str:
             '<meta name="viewport" content="width=device-width, initial-scale=1">',
             '<meta name="color-scheme" content="light dark">',
             f"<title>{_text(title)}</title><style>{_asset('page.css')}</style></head><body><main>",
-            *body,
+            _header(histories),
+            _summary(histories),
+            *(_section(number, chart) for number, chart in enumerate(figures)),
+            _scaling(histories),
+            _events(histories),
+            _configuration(histories),
             "</main>",
             *(f"<script>{script}</script>" for script in scripts),
             "</body></html>",
@@ -169,9 +166,6 @@ def _section(number: int, chart: Chart) -> str:
 def _scaling(histories: Sequence[History]) -> str:
     parts = []
     for history in histories:
-        rows = history.summary["scaling"]
-        if len(rows) < 2:
-            continue
         cells = [
             [
                 row["world_size"],
@@ -179,14 +173,13 @@ def _scaling(histories: Sequence[History]) -> str:
                 f"{row['samples_per_s_per_worker']:,.1f}",
                 f"{row['efficiency']:.0%}",
             ]
-            for row in rows
+            for row in history.summary["scaling"]
         ]
-        table = _table(["workers", "samples/s", "per worker", "efficiency"], cells, kind="numbers")
-        parts.append(_titled(history, histories, table))
-    if not parts:
-        return ""
+        if len(cells) > 1:
+            table = _table(["workers", "samples/s", "per worker", "efficiency"], cells, kind="numbers")
+            parts.append(_titled(history, histories, table))
     text = "Without start-up and repeated steps. Efficiency: samples/s per worker, relative to the fewest workers."
-    return f"<section><h2>Scaling</h2><p>{text}</p>{''.join(parts)}</section>"
+    return f"<section><h2>Scaling</h2><p>{text}</p>{''.join(parts)}</section>" if parts else ""
 
 
 def _events(histories: Sequence[History]) -> str:
@@ -221,18 +214,16 @@ def _configuration(histories: Sequence[History]) -> str:
     given = (name for each in settings for name, value in each.items() if value is not None)
     names = [name for name in dict.fromkeys(given) if name != "name"]
     differing = [name for name in names if len({str(each.get(name)) for each in settings}) > 1]
-    headings = ["setting", *(history.label for history in histories)]
-
-    def table(chosen: Iterable[str], columns: int) -> str:
-        rows = [[name, *(each.get(name, "") for each in settings[:columns])] for name in chosen]
-        return _table(headings[: columns + 1] if columns > 1 else ["setting", "value"], rows, kind="settings")
-
-    same = [name for name in names if name not in differing]
+    equal = [[name, settings[0].get(name, "")] for name in names if name not in differing]
     parts = ["<section><h2>Configuration and versions</h2>"]
-    if len(histories) > 1:
-        parts.append(table(differing, len(settings)) if differing else "<p>All settings and versions are equal.</p>")
+    if differing:
+        rows = [[name, *(each.get(name, "") for each in settings)] for name in differing]
+        parts.append(_table(["setting", *(history.label for history in histories)], rows, kind="settings"))
+    elif len(histories) > 1:
+        parts.append("<p>All settings and versions are equal.</p>")
     summary = "equal in all runs" if len(histories) > 1 else "all settings and versions"
-    parts.append(f"<details><summary>{summary}</summary>{table(same, 1)}</details></section>")
+    table = _table(["setting", "value"], equal, kind="settings")
+    parts.append(f"<details><summary>{summary}</summary>{table}</details></section>")
     return "".join(parts)
 
 

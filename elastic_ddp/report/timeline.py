@@ -13,7 +13,6 @@ from elastic_ddp.report.history import History, finite, thin, throughput, time_u
 from elastic_ddp.report.marks import LOOKS, Look
 
 _COMMIT = Look("commit", "line-ns-open", "|", "#7a8a2b")
-_START_UP_COLOR = "rgba(128,128,128,0.15)"
 _MAX_SHAPES = 200
 _INTERVALS = 120
 """Number of equal intervals of the time, in each of which the throughput has one value."""
@@ -53,7 +52,7 @@ def timeline(histories: Sequence[History]) -> Chart | None:
     if drawn is None:
         return None
     if len(histories) == 1:
-        drawn.update_layout(shapes=[*_lines(histories[0], size), *_start_ups(histories[0], size)])
+        drawn.update_layout(shapes=_shapes(histories[0], size))
     return Chart(title="What happened", caption=_caption(histories), figure=drawn)
 
 
@@ -75,66 +74,59 @@ def _caption(histories: Sequence[History]) -> str:
 def _marks(histories: Sequence[History], index: int, size: float) -> list[Trace]:
     """The changes of a run and its commits, as symbols on its world size."""
     history = histories[index]
-    found: list[tuple[Look, float, int, str]] = [
-        (LOOKS[mark.kind], mark.at, mark.world_size, f"{mark.text} (step {mark.step or 0:,})") for mark in history.marks
-    ]
-    found += [
-        (_COMMIT, each.at, 0, f"step {each.event.step:,} committed in {duration(each.event.seconds)}")
-        for each in history.commits
-    ]
-    traces = []
-    for look in (*LOOKS.values(), _COMMIT):
-        rows = [row for row in found if row[0] == look]
-        color = look.color if len(histories) == 1 else figure.color_of(index)
-        traces.append(
-            {
-                **figure.of_run(histories, index, "%{text}"),
-                "mode": "markers",
-                "name": look.words,
-                "legendgroup": look.words,
-                "showlegend": len(histories) == 1,
-                "x": [at / size for _, at, _, _ in rows],
-                "y": [world_size for _, _, world_size, _ in rows],
-                "text": [figure.escape(text) for _, _, _, text in rows],
-                "marker": {"symbol": look.symbol, "size": 11, "color": color},
-                "cliponaxis": False,
-            }
-        )
-    return traces
-
-
-def _lines(history: History, size: float) -> list[dict[str, Any]]:
-    """Lines through all panels where workers failed or drained, and where a session ended or began."""
+    found: dict[Look, list[tuple[float, int, str]]] = {look: [] for look in (*LOOKS.values(), _COMMIT)}
+    for mark in history.marks:
+        found[LOOKS[mark.kind]].append((mark.at / size, mark.world_size, f"{mark.text} (step {mark.step or 0:,})"))
+    for each in history.commits:
+        text = f"step {each.event.step:,} committed in {duration(each.event.seconds)}"
+        found[_COMMIT].append((each.at / size, 0, text))
     return [
-        _shape(
-            mark.at / size,
-            mark.at / size,
-            type="line",
-            line={"color": LOOKS[mark.kind].color, "width": 1, "dash": "dot"},
-        )
+        {
+            **figure.of_run(histories, index, "%{text}"),
+            "mode": "markers",
+            "name": look.words,
+            "legendgroup": look.words,
+            "showlegend": len(histories) == 1,
+            "x": [at for at, _, _ in rows],
+            "y": [world_size for _, world_size, _ in rows],
+            "text": [figure.escape(text) for _, _, text in rows],
+            "marker": {
+                "symbol": look.symbol,
+                "size": 11,
+                "color": look.color if len(histories) == 1 else figure.color_of(index),
+            },
+            "cliponaxis": False,
+        }
+        for look, rows in found.items()
+    ]
+
+
+def _shapes(history: History, size: float) -> list[dict[str, Any]]:
+    """Lines through all panels where workers failed or drained, and where a session ended or began; and a gray area for
+    each start-up, with its name where there is room."""
+    common = {"y0": 0, "y1": 1, "yref": "paper", "layer": "below"}
+    lines = [
+        {
+            "type": "line",
+            "x0": mark.at / size,
+            "x1": mark.at / size,
+            "line": {"color": LOOKS[mark.kind].color, "width": 1, "dash": "dot"},
+        }
         for mark in history.marks[:_MAX_SHAPES]
         if mark.kind not in ("joined", "left")
     ]
-
-
-def _start_ups(history: History, size: float) -> list[dict[str, Any]]:
-    """A gray area through all panels for each start-up, with its name where there is room."""
-    return [
-        _shape(
-            begin / size,
-            end / size,
-            type="rect",
-            line={"width": 0},
-            fillcolor=_START_UP_COLOR,
-            label={
+    areas = [
+        {
+            "type": "rect",
+            "x0": begin / size,
+            "x1": end / size,
+            "line": {"width": 0},
+            "fillcolor": "rgba(128,128,128,0.15)",
+            "label": {
                 "text": "start-up" if end - begin > _NAMED_SHARE * history.seconds else "",
                 "textposition": "top center",
             },
-        )
+        }
         for begin, end in history.start_ups[:_MAX_SHAPES]
     ]
-
-
-def _shape(x0: float, x1: float, **more: Any) -> dict[str, Any]:
-    """A shape from the top of the first panel to the bottom of the last."""
-    return {"x0": x0, "x1": x1, "y0": 0, "y1": 1, "yref": "paper", "layer": "below", **more}
+    return [{**shape, **common} for shape in lines + areas]
