@@ -129,7 +129,8 @@ def commits(histories: Sequence[History]) -> Chart | None:
                 }
             )
         if done:
-            waited_s, total_s = history.summary["goodput"]["checkpoint"], history.summary["goodput"]["total"] or 1.0
+            waited_s = history.summary["goodput"]["checkpoint"]
+            total_s = history.summary["goodput"]["total"] or 1.0
             sizes = [each.event.num_bytes for each in history.commits if each.event.num_bytes]
             median_s = statistics.median(each.event.seconds for each in history.commits)
             captions.append(

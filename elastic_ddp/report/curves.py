@@ -31,9 +31,9 @@ def metrics(histories: Sequence[History]) -> Chart | None:
         found += [point.event.name for point in history.evaluations]
         found += [name for point in history.points for name in point.event.metrics or ()]
     found = [name for name in dict.fromkeys(found) if any(len(_points_of(each, name)) > 1 for each in histories)]
-    names, left_out = found[:_MAX_METRICS], len(found[_MAX_METRICS:])
+    left_out = len(found[_MAX_METRICS:])
     rows = []
-    for name in names:
+    for name in found[:_MAX_METRICS]:
         traces = []
         for index, history in enumerate(histories):
             points = thin(_points_of(history, name), name)
@@ -52,7 +52,7 @@ def metrics(histories: Sequence[History]) -> Chart | None:
 
 
 def _points_of(history: History, name: str) -> Sequence[Point[Any]]:
-    """The points that have this metric: those of evaluations, if there are any."""
+    """The points that have this metric, of evaluations if there are any."""
     measured = [point for point in history.evaluations if value_of(point, name) is not None]
     return measured or [point for point in history.points if value_of(point, name) is not None]
 
@@ -83,7 +83,8 @@ def _areas(history: History, histories: Sequence[History]) -> list[Trace]:
     for session in dict.fromkeys(each.session for each in history.measurements):
         measured = [each for each in history.measurements if each.session == session]
         for name in names:
-            color, label = PHASE_COLORS.get(name, "#b3b3b3"), figure.escape(name.replace("_", " "))
+            color = PHASE_COLORS.get(name, "#b3b3b3")
+            label = figure.escape(name.replace("_", " "))
             traces.append(
                 {
                     "name": label,

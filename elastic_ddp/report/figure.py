@@ -1,4 +1,4 @@
-"""What the charts of a report have in common: colors, panels, and lines of one run.
+"""Common parts of the charts of a report: colors, panels, and lines of one run.
 
 All text of a ledger goes through `escape`, since Plotly reads tags in labels.
 """
@@ -38,7 +38,7 @@ _TEMPLATE = {
     },
     "data": {"scatter": [{"mode": "lines", "line": {"width": 1.5}}]},
 }
-"""What all charts have in common. Both color schemes of the page can read it."""
+"""The layout of all charts. It is legible in both color schemes of the page."""
 
 Trace = dict[str, Any]
 
@@ -115,8 +115,9 @@ def color_of(index: int) -> str:
 
 
 def of_run(histories: Sequence[History], index: int, hover: str) -> Trace:
-    """What the traces of one run have in common. Lines have the color of the markers."""
-    label, are_several = escape(histories[index].label), len(histories) > 1
+    """Common properties of the traces of one run. Lines have the color of the markers."""
+    label = escape(histories[index].label)
+    are_several = len(histories) > 1
     return {
         "name": label,
         "legendgroup": label,

@@ -1,4 +1,4 @@
-"""What happened in a run over time, from the events of its ledger: pure functions of plain values."""
+"""A run over time, from the events of its ledger: pure functions of plain values."""
 
 from __future__ import annotations
 
@@ -141,7 +141,9 @@ def throughput(points: Sequence[Point[StepsCompleted]], length_s: float, count: 
     were redone count again.
     """
     known = [(each.session, each.at, each.event.samples) for each in points if each.event.samples is not None]
-    at, done, measured_s = [0.0], [0.0], [0.0]
+    at = [0.0]
+    done = [0.0]
+    measured_s = [0.0]
     for (session, begin, before), (same, end, after) in pairwise([*known[:1], *known]):
         at.append(end)
         done.append(done[-1] + (max(0, after - before) if same == session else 0))

@@ -81,8 +81,8 @@ def _header(histories: Sequence[History]) -> str:
         lines.append(f"<{level}>{dot if len(histories) > 1 else ''}{_text(history.label)}</{level}>")
         lines.append(f'<p class="headline">{_text(headline(history.summary))}</p>')
         lines.append(f"<p>{_text(_when_and_where(history))}</p>" if history.began else "")
-        if (error := history.summary["error"]) is not None:
-            lines.append(f"<pre>{_text(error)}</pre>")
+        if history.summary["error"] is not None:
+            lines.append(f"<pre>{_text(history.summary['error'])}</pre>")
     heading = "" if len(histories) == 1 else f"<h1>{len(histories)} runs</h1>"
     return f"<header>{heading}{''.join(lines)}</header>"
 
@@ -91,19 +91,23 @@ def headline(summary: Mapping[str, Any]) -> str:
     """Returns what happened to a run, in one sentence."""
     sizes = [row["world_size"] for row in summary["generations"]]
     parts = [f"{_progress(summary)} in {duration(summary['wall_seconds'])}{_on_workers(sizes)}"]
-    lost, drained = summary["workers_lost"], summary["workers_drained"]
+    lost = summary["workers_lost"]
+    drained = summary["workers_drained"]
     changes = [f"{plural(lost, 'worker')} failed"] if lost else []
     changes += [f"{drained:,} drained" if lost else f"{plural(drained, 'worker')} drained"] if drained else []
     parts.append(", ".join(changes) or "no worker failed or drained")
-    if (resumes := summary["sessions"] - 1) > 0:
+    resumes = summary["sessions"] - 1
+    if resumes > 0:
         parts.append("resumed once" if resumes == 1 else f"resumed {resumes:,} times")
-    if (share := summary["goodput"]["goodput"]) is not None:
+    share = summary["goodput"]["goodput"]
+    if share is not None:
         parts.append(f"goodput {share:.1%}")
     return f"{'; '.join(parts)}."
 
 
 def _progress(summary: Mapping[str, Any]) -> str:
-    steps, total = summary["steps"] or 0, summary["total_steps"]
+    steps = summary["steps"] or 0
+    total = summary["total_steps"]
     done = f"{steps:,} of {total:,} steps" if total not in (None, steps) else plural(steps, "step")
     status = str(summary["status"])
     words = {"finished": "Finished", "running": "Running, with", "dead": "Unfinished: its driver died after"}
@@ -114,7 +118,8 @@ def _progress(summary: Mapping[str, Any]) -> str:
 def _on_workers(sizes: list[int]) -> str:
     if not sizes:
         return ""
-    low, high = min(sizes), max(sizes)
+    low = min(sizes)
+    high = max(sizes)
     return f" on {plural(high, 'worker')}" if low == high else f" on {low:,} to {plural(high, 'worker')}"
 
 
@@ -139,7 +144,9 @@ def _summary(histories: Sequence[History]) -> str:
 def _outcome(summary: Mapping[str, Any], metrics: Sequence[str]) -> dict[str, Any]:
     """The rows of the summary for one run."""
     values = summary["metrics"] or {}
-    steps, total, share = summary["steps"] or 0, summary["total_steps"], summary["goodput"]["goodput"]
+    steps = summary["steps"] or 0
+    total = summary["total_steps"]
+    share = summary["goodput"]["goodput"]
     return {
         "status": _STATUS.get(summary["status"]) or describe_status(summary),
         "steps": f"{steps:,}" + (f" of {total:,}" if total not in (None, steps) else ""),

@@ -1,4 +1,4 @@
-"""What happened in a run: typed events, the ledger that stores them, and figures from them.
+"""The events of a run, the ledger that stores them, and figures from them.
 
 Open `events.py` first, then `ledger.py`.
 """

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import Literal
 
 Phase = Literal["rendezvous", "hand_over", "useful", "checkpoint", "redone", "detection"]
-"""What a worker does in a generation:
+"""The activities of a worker in a generation:
 
 rendezvous: the process group forms.
 hand_over: the state is transferred; strategy and feed get ready.

@@ -1,4 +1,4 @@
-"""What bounds a run, and which setting to try: a pure function of the newest measurements of its steps."""
+"""The bottleneck of a run and a setting to try: a pure function of the newest measurements of its steps."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _IN_OTHER = {
         "Commit less often (checkpoint.every_steps, checkpoint.every_seconds), or set checkpoint.max_overhead.",
     ),
 }
-"""What the parts of the phase `other` are called, and what to try."""
+"""The words for each part of the phase `other`, and the advice."""
 
 Kind = Literal["data", "communication", "compute", "other", "slow rank", "slow node"]
 
@@ -149,7 +149,8 @@ def _slowness(measured: PhasesMeasured, slow: list[int], nodes: Sequence[str]) -
 
 def _communication(measured: PhasesMeasured, share: float) -> Bottleneck:
     counts = measured.micro_batches
-    least, most = min(counts), max(counts)
+    least = min(counts)
+    most = max(counts)
     reason = f"communication that the backward does not hide takes {_percent(share)} of the time."
     advice = (
         "Try fewer workers (`elastic-ddp resize`); with DDP a larger ddp.bucket_cap_mb, with FSDP fsdp.sharding = "

@@ -26,13 +26,17 @@ def describe_status(facts: Mapping[str, Any]) -> str:
 
 def state_of(ledger: Sequence[Event], *, driver_is_dead: bool = False) -> RunState:
     """Returns the state after these events. `driver_is_dead`: the driver is known to be dead."""
-    text, outcome, generation = "starting", None, 0
+    text = "starting"
+    outcome = None
+    generation = 0
     for event in ledger:
         match event:
             case events.SessionStarted():
-                text, outcome = "starting", None
+                text = "starting"
+                outcome = None
             case events.GenerationStarted():
-                text, generation = "training", event.generation
+                text = "training"
+                generation = event.generation
             case events.EvaluationFinished():
                 text = "training"
             case events.WorkerFailed():

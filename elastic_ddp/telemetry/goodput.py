@@ -76,7 +76,8 @@ def stalls(session: Session) -> list[dict[str, float | None]]:
     training to the end of the first step.
     """
     rows: list[dict[str, float | None]] = []
-    detection_s, between_s = None, 0.0
+    detection_s = None
+    between_s = 0.0
     for generation, accounted, rest in _intervals(session):
         costs = [detection_s, between_s + accounted.get("rendezvous", 0.0), accounted.get("hand_over", 0.0)]
         row = zip(STALLS, [*(costs if accounted else [None] * 3), generation.first_step_s], strict=True)
@@ -108,8 +109,8 @@ class _Work:
 
 
 def _intervals(session: Session) -> Iterator[tuple[Generation, dict[str, float], dict[str, float]]]:
-    """Yields each generation with the parts of its account, and those of the rest of the time until the next
-    generation forms or the session ends."""
+    """Yields each generation with the parts of its account, and the parts of the time from then until the
+    next generation forms or the session ends."""
     for generation, following in zip(session.generations, [*session.generations[1:], None], strict=False):
         until = following.formed_at if following is not None else session.length_s
         length_s = until - generation.formed_at
@@ -141,7 +142,9 @@ def _rest(
 
 def _split_work(generation: Generation, useful_s: float) -> list[_Work]:
     """Splits a generation's useful time at the accounts that have the number of steps done."""
-    work, done, booked_s = list[_Work](), generation.first_step, 0.0
+    work: list[_Work] = []
+    done = generation.first_step
+    booked_s = 0.0
     scale = useful_s / generation.account["useful"] if generation.account.get("useful") else 0.0
     for seconds, step in sorted(generation.progress):
         step = max(step, done)
@@ -162,5 +165,6 @@ def _discard_after(step: int, work: list[_Work]) -> float:
             num_steps = interval.last_step - interval.first_step or 1
             kept_s = interval.seconds * max(0, step - interval.first_step) / num_steps
             removed_s += interval.seconds - kept_s
-            interval.seconds, interval.last_step = kept_s, max(step, interval.first_step)
+            interval.seconds = kept_s
+            interval.last_step = max(step, interval.first_step)
     return removed_s

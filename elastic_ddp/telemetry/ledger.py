@@ -64,7 +64,8 @@ class Ledger:
         entry = {"time": round(self._clock(), 6), "seq": self._seq, **event.to_json(), "session": self.session}
         line = json.dumps(plain(entry), separators=(",", ":")).encode() + b"\n"
         if self._segment and len(self._segment) + len(line) > _SEGMENT_BYTES:
-            self._number, self._segment = self._number + 1, b""
+            self._number += 1
+            self._segment = b""
         self._seq += 1
         self._new.append(parse(json.loads(line)))
         self._segment += line
@@ -85,7 +86,8 @@ class Ledger:
             self._failure = error
             return []
         self._failure = None
-        stored, self._new = self._new, []
+        stored = self._new
+        self._new = []
         return stored
 
     def close(self) -> None:
@@ -135,7 +137,8 @@ class LedgerReader:
         """Returns the new events, in the order of `read_ledger`. Raises StorageError if the storage fails."""
         segments: dict[str, list[str]] = {}
         for key in sorted(self._storage.list("ledger")):
-            if match := _SEGMENT.fullmatch(key):
+            match = _SEGMENT.fullmatch(key)
+            if match:
                 segments.setdefault(match["session"], []).append(key)
         unread = [key for keys in segments.values() for key in keys if key not in self._complete]
         parsed = {key: _parse(key, self._storage.read(key)) for key in unread}  # all before the first is noted
@@ -175,6 +178,6 @@ def plain(value: Any) -> Any:
         return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple | set | frozenset):
         return [plain(item) for item in value]
-    if callable(item := getattr(value, "item", None)) and getattr(value, "ndim", None) == 0:
-        return plain(item())  # a scalar of numpy or torch
+    if getattr(value, "ndim", None) == 0:
+        return plain(value.item())  # a scalar of numpy or torch
     return str(value)

@@ -12,7 +12,7 @@ from elastic_ddp.telemetry.event import Event
 from elastic_ddp.telemetry.events import GenerationFormed, PhasesMeasured
 
 StepPhase = Literal["data", "forward", "backward", "communication", "optimizer", "other"]
-"""What a rank does in a step, from the end of one step to the end of the next:
+"""The activities of a rank from the end of one step to the end of the next:
 
 data: waiting for the next micro-batch.
 forward: the code in the loop over `micro_batches()`, up to `step.backward`.

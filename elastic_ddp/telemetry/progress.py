@@ -82,14 +82,17 @@ class Progress:
         now = self._clock()
         if state != "training" or state != self._state:
             self._rate.clear()  # the rate covers time with training only
-        self._step, self._world_size, self._state = step, world_size, state
+        self._step = step
+        self._world_size = world_size
+        self._state = state
         self._loss = self._loss if loss is None else loss
         self._rate.add(now, step, samples)
         finished = self._total is not None and step >= self._total and step != self._shown_step
         line_s = _LINE_S if state == "training" else _UNCHANGED_LINE_S
         is_due = now - self._shown_at >= (line_s if self._live is None else _REDRAW_S)
         if is_due or state != self._shown_state or finished:
-            self._shown_at, self._shown_state = now, state
+            self._shown_at = now
+            self._shown_state = state
             self._show()
 
     def note(self, text: str) -> None:
@@ -107,13 +110,15 @@ class Progress:
         facts = [f"step {self._step:,}" + ("" if self._total is None else f"/{self._total:,}")]
         if self._loss is not None:
             facts.append(f"loss {float(self._loss):.4g}")
-        if (samples_per_s := self._rate.samples_per_s) is not None:
+        samples_per_s = self._rate.samples_per_s
+        steps_per_s = self._rate.steps_per_s
+        if samples_per_s is not None:
             facts.append(f"{format_rate(samples_per_s)} samples/s")
         if self._state in ("", "training"):  # otherwise it is the size of the last generation
             facts.append(plural(self._world_size, "worker"))
         else:
             facts.append(self._state)
-        if self._total is not None and (steps_per_s := self._rate.steps_per_s):
+        if self._total is not None and steps_per_s:
             facts.append(f"{clock_face((self._total - self._step) / steps_per_s)} left")
         return Text("  ".join(facts))
 

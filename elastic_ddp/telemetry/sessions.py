@@ -147,7 +147,8 @@ def _generations(events: list[Event], began_at: float, length_s: float, committe
     for event in events:
         if not isinstance(event, GenerationEvent):
             continue
-        number, at = event.generation, event.moment - began_at
+        number = event.generation
+        at = event.moment - began_at
         # A run in the driver's process has no rendezvous, which forms generations.
         if isinstance(event, GenerationFormed | GenerationStarted) and number not in found:
             formed_at = min(max(at, formed_at), length_s)

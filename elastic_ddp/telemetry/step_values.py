@@ -96,7 +96,9 @@ class StepValues:
         complete = None
         step = getattr(event, "step", None)
         if self._held is not None and (isinstance(event, RunFinished) or (step is not None and step > self._held.step)):
-            complete, self._newest, self._held = self._held, self._held.step, None
+            complete = self._held
+            self._newest = complete.step
+            self._held = None
         match event:
             case SessionStarted():
                 self._counted = None
@@ -119,8 +121,8 @@ class StepValues:
     ) -> None:
         """Adds values to the record of a step. If it is complete, they are repeated, or belong to the next record."""
         if self._held is None and event.step > self._newest:
-            late, self._late = self._late, {}
-            self._held = LoggedStep(event.step, event.moment, late)
+            self._held = LoggedStep(event.step, event.moment, self._late)
+            self._late = {}
         if self._held is not None and event.step == self._held.step:
             for name, value in _numbers(values):
                 self._held.values.setdefault(name, value)
@@ -132,7 +134,9 @@ class StepValues:
 
     def _rate(self, event: StepsCompleted) -> dict[str, float]:
         """Returns the samples per second since the last such event of the session."""
-        before, now, samples = self._counted, event.moment, event.samples
+        before = self._counted
+        now = event.moment
+        samples = event.samples
         self._counted = None if samples is None else (now, samples)
         if before is None or samples is None or samples < before[1] or now <= before[0]:
             return {}
@@ -146,7 +150,8 @@ def _phase_values(event: PhasesMeasured) -> Iterator[tuple[str, Any]]:
         yield "phases/slowest_rank_s", max(event.work_s)
     if event.memory_bytes:
         yield "gpu/memory_bytes", max(event.memory_bytes)
-    if known := [share for share in event.utilization or [] if share is not None]:
+    known = [share for share in event.utilization or [] if share is not None]
+    if known:
         yield "gpu/utilization", sum(known) / len(known)
 
 

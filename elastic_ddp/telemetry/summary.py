@@ -124,15 +124,20 @@ def _measurements(events: list[Event]) -> dict[str, Any]:
     for event in events:
         match event:
             case SessionStarted(resumed_from_step=None):  # without a commit, nothing of earlier sessions counts
-                metrics, evaluated_at, losses = {}, {}, []
+                metrics = {}
+                evaluated_at = {}
+                losses = []
             case EvaluationFinished():
-                metrics[event.name], evaluated_at[event.name] = event.loss, event.step
+                metrics[event.name] = event.loss
+                evaluated_at[event.name] = event.step
             case StepsCompleted() | RunFinished():
                 metrics |= event.metrics or {}
         if isinstance(event, StepsCompleted) and event.loss is not None:
             losses.append(event)
-    first, last, step = (losses[0].loss, losses[-1].loss, losses[-1].step) if losses else (None, None, None)
-    return {"loss": {"first": first, "last": last, "step": step}, "metrics": metrics, "evaluated_at": evaluated_at}
+    loss: dict[str, Any] = {"first": None, "last": None, "step": None}
+    if losses:
+        loss = {"first": losses[0].loss, "last": losses[-1].loss, "step": losses[-1].step}
+    return {"loss": loss, "metrics": metrics, "evaluated_at": evaluated_at}
 
 
 def _steps(sessions: list[Session]) -> int | None:
@@ -178,7 +183,8 @@ def _generations(sessions: list[Session]) -> list[dict[str, Any]]:
 
 def _end_of(session: Session) -> str | None:
     """Returns why the last generation of a session ended."""
-    failed, finished = session.failed, session.finished
+    failed = session.failed
+    finished = session.finished
     if finished is not None and finished.status == "stopped":
         return "the run was stopped"  # workers only know that their loop ended
     if failed is not None and failed.kind not in (None, WorkersFailedError.__name__):

@@ -28,7 +28,8 @@ def scaling(sessions: Sequence[Session]) -> list[dict[str, Any]]:
     for session in reversed(sessions):
         for generation in reversed(session.generations):
             seconds = dict(_progress(generation))
-            first, last = min(seconds, default=0), min(max(seconds, default=0), max(samples), kept_until)
+            first = min(seconds, default=0)
+            last = min(max(seconds, default=0), max(samples), kept_until)
             if last > first:
                 used, spent_s = (_at(last, known) - _at(first, known) for known in (samples, seconds))
                 if used > 0 and spent_s > 0:
