@@ -41,8 +41,8 @@ from elastic_ddp.storage.storage import Storage  # noqa: E402
 from elastic_ddp.telemetry import read_ledger  # noqa: E402
 from elastic_ddp.telemetry.event import Event  # noqa: E402
 from elastic_ddp.telemetry.events import FirstStep, StepsCompleted  # noqa: E402
+from elastic_ddp.telemetry.goodput import scaling  # noqa: E402
 from elastic_ddp.telemetry.sessions import read_sessions  # noqa: E402
-from elastic_ddp.telemetry.world_sizes import scaling  # noqa: E402
 
 CPU = {"context": 64, "width": 320, "layers": 8, "heads": 5, "dropout": 0.0}
 GPU = {"context": 1024, "width": 768, "layers": 12, "heads": 12, "dropout": 0.0}

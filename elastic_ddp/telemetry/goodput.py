@@ -1,4 +1,4 @@
-"""Where a run's wall time went, from the sessions of its ledger.
+"""Where a run's wall time went, and its throughput at each world size, from the sessions of its ledger.
 
 A session lasts from the call of `fit` (`session_started.at`) until its workers have exited (`session_ended`, or
 `run_finished` or `run_failed` without one), or to its last event. Each second of it belongs to one part. Inside a
@@ -27,7 +27,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from elastic_ddp.telemetry.event import MEMBERSHIP_CHANGED, STATE_TRANSFERRED
+from elastic_ddp.telemetry.events import RunFinished, StepsCompleted
 from elastic_ddp.telemetry.sessions import Generation, Session
 
 PARTS = ("useful", "redone", "detection", "rendezvous", "hand_over", "checkpoint", "waiting", "start_up", "shut_down")
@@ -54,18 +57,54 @@ def goodput(sessions: Sequence[Session]) -> dict[str, float | None]:
 
 def partition(sessions: Sequence[Session]) -> dict[str, float]:
     """Returns the seconds of each part over all sessions."""
-    total = dict.fromkeys(PARTS, 0.0)
-    work: list[_Work] = []
-    for session in sessions:
-        if session.first_step is not None:
-            total["redone"] += _discard_after(session.first_step, work)
-        total["start_up"] += session.generations[0].formed_at if session.generations else session.length_s
-        for generation, accounted, rest in _intervals(session):
-            total["redone"] += _discard_after(generation.first_step, work)
-            work += _split_work(generation, accounted.pop("useful", 0.0))
-            for part, seconds in (*accounted.items(), *rest.items()):
-                total[part] += seconds
-    return {**total, "useful": math.fsum(interval.seconds for interval in work)}
+    return _account_for(sessions)[0]
+
+
+def scaling(sessions: Sequence[Session]) -> list[dict[str, Any]]:
+    """Returns one row for each world size at which steps were measured, the smallest first.
+
+    It counts the part `useful` after the first step of each generation: no start-up, rendezvous or commit, and no wait
+    for the first rows. Steps that a later generation or session repeated do not count either.
+
+    Returns:
+        world_size, steps, samples, seconds, samples_per_s, samples_per_s_per_worker, and efficiency: the samples per
+        second and worker, relative to the first row.
+    """
+    samples = _sample_counts(sessions)
+    totals: dict[int, np.ndarray] = {}
+    for work in _account_for(sessions)[1]:
+        if work.world_size is not None and work.first_step < work.last_step <= max(samples):
+            before, after = np.interp([work.first_step, work.last_step], [*samples], [*samples.values()])
+            measured = np.array([work.last_step - work.first_step, after - before, work.seconds])
+            totals[work.world_size] = totals.get(work.world_size, 0) + measured
+    rows: list[dict[str, Any]] = []
+    base = None
+    for world_size, total in sorted(totals.items()):
+        steps, used, seconds = total.tolist()
+        per_worker = used / seconds / world_size
+        base = base or per_worker
+        rows.append(
+            {
+                "world_size": world_size,
+                "steps": round(steps),
+                "samples": round(used),
+                "seconds": round(seconds, 3),
+                "samples_per_s": round(used / seconds, 3),
+                "samples_per_s_per_worker": round(per_worker, 3),
+                "efficiency": round(per_worker / base, 4),
+            }
+        )
+    return rows
+
+
+def _sample_counts(sessions: Sequence[Session]) -> dict[int, float]:
+    """Returns how many samples the run had used, by number of steps done. It is the same in all sessions."""
+    known = {0: 0.0}
+    for event in (event for session in sessions for event in session.events):
+        match event:
+            case StepsCompleted(step=step, samples=int(samples)) | RunFinished(steps=int(step), samples=int(samples)):
+                known[step] = samples
+    return dict(sorted(known.items()))
 
 
 def stalls(session: Session) -> list[dict[str, float | None]]:
@@ -103,9 +142,27 @@ def stall_parts(generation: Mapping[str, Any], phases: Mapping[str, float] | Non
 class _Work:
     """Useful seconds, and the steps done before and after them."""
 
+    world_size: int | None
+    """None for the first step of a generation, which waits for the first rows."""
     first_step: int
     last_step: int
     seconds: float
+
+
+def _account_for(sessions: Sequence[Session]) -> tuple[dict[str, float], list[_Work]]:
+    """Returns the seconds of each part over all sessions, and the useful work, without work that was redone."""
+    total = dict.fromkeys(PARTS, 0.0)
+    work: list[_Work] = []
+    for session in sessions:
+        if session.first_step is not None:
+            total["redone"] += _discard_after(session.first_step, work)
+        total["start_up"] += session.generations[0].formed_at if session.generations else session.length_s
+        for generation, accounted, rest in _intervals(session):
+            total["redone"] += _discard_after(generation.first_step, work)
+            work += _split_work(generation, accounted.pop("useful", 0.0))
+            for part, seconds in (*accounted.items(), *rest.items()):
+                total[part] += seconds
+    return {**total, "useful": math.fsum(interval.seconds for interval in work)}, work
 
 
 def _intervals(session: Session) -> Iterator[tuple[Generation, dict[str, float], dict[str, float]]]:
@@ -150,10 +207,10 @@ def _split_work(generation: Generation, useful_s: float) -> list[_Work]:
         step = max(step, done)
         until_s = min(seconds * scale, useful_s)
         if until_s > booked_s:
-            work.append(_Work(done, step, until_s - booked_s))
+            work.append(_Work(generation.world_size if work else None, done, step, until_s - booked_s))
             booked_s = until_s
         done = step
-    return [*work, _Work(done, done, useful_s - booked_s)]
+    return [*work, _Work(None, done, done, useful_s - booked_s)]
 
 
 def _discard_after(step: int, work: list[_Work]) -> float:

@@ -42,7 +42,7 @@ class Generation:
     """Steps done in it as far as its members reported them."""
     account: Account = field(default_factory=dict)
     progress: list[tuple[float, int]] = field(default_factory=list)
-    """Useful seconds and steps done, for each account with a step."""
+    """Useful seconds and steps done, after the first step and for each account with a step."""
     failed_at: float | None = None
     ended_by: str | None = None
     """Why it ended, if a member reported that."""
@@ -62,6 +62,7 @@ class Generation:
                 self.first_step = self.last_step = event.first_step
             case FirstStep():
                 self.first_step_s = event.seconds
+                self.progress.append((event.seconds, self.first_step + 1))
             case StepsCompleted() | CommitSucceeded():
                 self._add_account(event.account, event.step)
             case GenerationEnded():

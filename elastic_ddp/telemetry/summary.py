@@ -22,10 +22,9 @@ from elastic_ddp.telemetry.events import (
     WorkerFailed,
     WorkerLeft,
 )
-from elastic_ddp.telemetry.goodput import goodput, stalls
+from elastic_ddp.telemetry.goodput import goodput, scaling, stalls
 from elastic_ddp.telemetry.phases import mean_phases, newest, nodes_of
 from elastic_ddp.telemetry.sessions import Session, read_sessions
-from elastic_ddp.telemetry.world_sizes import scaling
 
 
 def summarize(events: Iterable[Event], *, name: str | None = None, storage: str | None = None) -> dict[str, Any]:

@@ -10,9 +10,9 @@ from rich.console import Console
 
 from elastic_ddp.cli.run_summary import render
 from elastic_ddp.telemetry.event import Event
+from elastic_ddp.telemetry.goodput import scaling
 from elastic_ddp.telemetry.sessions import read_sessions
 from elastic_ddp.telemetry.summary import summarize
-from elastic_ddp.telemetry.world_sizes import scaling
 from tests.unit.ledger_events import accounted, event, finished, formed, started
 
 SAMPLES = 10
