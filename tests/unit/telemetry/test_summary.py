@@ -11,6 +11,7 @@ from elastic_ddp.telemetry.event import EVENTS, Event, GenerationEvent
 from elastic_ddp.telemetry.goodput import STALLS
 from elastic_ddp.telemetry.summary import summarize
 from tests.unit.ledger_events import ledger_event
+from tests.unit.telemetry.test_goodput import GROWN
 
 
 def session(name: str, start: float, *events: tuple[str, dict[str, Any]]) -> list[Event]:
@@ -304,3 +305,11 @@ def test_older_values_are_shown_with_their_step() -> None:
     assert "1 → 1 (step" not in shown(summary)
     more = session("s1", 9.0, ("generation_ended", {"generation": 1, "last_step": 7}))
     assert "1 → 1 (step 3)" in shown(summarize([*events, *more])), "steps that were not logged came after it"
+
+
+def test_a_run_with_several_world_sizes_has_a_table_of_them() -> None:
+    text = shown(summarize(GROWN))
+    assert "scaling, without start-up; efficiency is relative to 1 worker" in text
+    lines = [line.split() for line in text.splitlines()]
+    assert ["1", "10", "10", "100%", "19"] in lines and ["2", "16.7", "8.33", "83%", "10"] in lines
+    assert "efficiency" not in shown(summarize(GROWN[:6]))
