@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -49,7 +48,7 @@ def main() -> None:
     faults = [
         jobs.kill_once(str(markers / "first"), rank=1, step=8),
         jobs.kill_once(str(markers / "second"), rank=0, step=KILLED_AT),
-        jobs.kill_once(str(markers / "driver"), rank=0, step=27, pid=driver, how=signal.SIGKILL),
+        jobs.kill_once(str(markers / "driver"), rank=0, step=27, pid=driver),
     ]
 
     def train(run: ed.Run) -> None:

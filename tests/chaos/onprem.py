@@ -176,17 +176,15 @@ class Cluster:
     def use_redis(self) -> None:
         """Follows the comment in the configuration: starts Redis on the head, and keeps Ray's state in it."""
         self.start_redis()
-        if "# - nohup bash" in (config := self.config.read_text()):
-            config = config.replace("# - nohup bash", "- nohup bash")
-            redis = f"RAY_REDIS_ADDRESS=127.0.0.1:{REDIS_PORT}"
-            self.config.write_text(config.replace("ray start --head", f"{redis} ray start --head"))
-            self.up()
+        config = self.config.read_text().replace("# - nohup bash", "- nohup bash")
+        redis = f"RAY_REDIS_ADDRESS=127.0.0.1:{REDIS_PORT}"
+        self.config.write_text(config.replace("ray start --head", f"{redis} ray start --head"))
+        self.up()
 
     def start_redis(self) -> None:
-        """Starts Redis on the head as a service would, unless it runs."""
-        if not self.head.pids("redis-server"):
-            redis = f"redis-server --port {REDIS_PORT} --dir ~/redis --appendonly yes --daemonize yes"
-            self.site.run(self.head, f"mkdir -p ~/redis && {redis} > /dev/null")
+        """Starts Redis on the head as a service would."""
+        redis = f"redis-server --port {REDIS_PORT} --dir ~/redis --appendonly yes --daemonize yes"
+        self.site.run(self.head, f"mkdir -p ~/redis && {redis} > /dev/null")
 
     def keep_busy(self, machine: Machine, marker: str) -> None:
         """Runs a task on a machine until a file exists in the shared folder."""
@@ -225,10 +223,6 @@ class Cluster:
         """Starts a run with a driver that is a command of `ray exec`."""
         return self._execute(name, f"python {program(name, '')}")
 
-    def start_without_jobs(self, name: str) -> Run:
-        """Starts a run with a driver on the head that is no job of Ray Jobs."""
-        return self._run(name, self.head, f"cd {SHARED}/job && {ON_A_NODE} python {program(name, '')}")
-
     def submit_through_a_port(self, name: str) -> tuple[Run, Command]:
         """Submits a run from the laptop as the guide does. Returns it with the command that forwards the port."""
         forward = f"cd {CHECKOUT} && . .venv/bin/activate && exec {self.as_written('ray dashboard')}"
@@ -246,10 +240,7 @@ class Cluster:
         """Starts a run by `ray exec` on the laptop."""
         command = shlex.quote(f"cd {SHARED}/job && {command}")
         line = f"cd {CHECKOUT} && . .venv/bin/activate && ray exec cluster/onprem.yaml {command}"
-        return self._run(name, self.site.laptop, line)
-
-    def _run(self, name: str, machine: Machine, line: str) -> Run:
-        return self._add(name, self.site.start(machine, line))
+        return self._add(name, self.site.start(self.site.laptop, line))
 
     def _add(self, name: str, driver: Command) -> Run:
         self._runs.append(Run(self, name, driver, self.site.shared / marker(name).name))

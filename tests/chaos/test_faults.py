@@ -94,7 +94,7 @@ def test_a_sample_of_faults_in_one_run_makes_no_difference(folder: Path, calm: M
 def check_report(history: History, summary: Mapping[str, Any]) -> None:
     """Checks that the report of the run says what happened."""
     marked = {kind: [mark for mark in history.marks if mark.kind == kind] for kind in ("failed", "drained", "joined")}
-    assert summary["workers_lost"] > len(marked["failed"]) >= 3, "two workers fail together"
+    assert summary["workers_lost"] >= max(4, len(marked["failed"])) and len(marked["failed"]) >= 3
     assert len(marked["drained"]) == 1 and len(marked["joined"]) >= 2
     times = [mark.at for mark in history.marks]
     assert times == sorted(times) and times[-1] <= history.seconds
@@ -104,20 +104,11 @@ def check_report(history: History, summary: Mapping[str, Any]) -> None:
 
 @pytest.mark.chaos
 @pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("how", ["SIGKILL", "SIGSEGV", "SIGSTOP", "gil", "SIGTERM"])
+@pytest.mark.parametrize("how", ["SIGKILL", "SIGSEGV", "SIGSTOP", "gil", "SIGTERM", "rendezvous"])
 def test_a_fault_makes_no_difference_at_any_place(
     folder: Path, calm_tour: Mapping[str, Any], how: str, rank: int
 ) -> None:
     run = tour(folder, how, rank)
-    run.check(run.fit().summary, calm_tour)
-
-
-@pytest.mark.chaos
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_killed_rendezvous_makes_no_difference_at_any_place(
-    folder: Path, calm_tour: Mapping[str, Any], rank: int
-) -> None:
-    run = tour(folder, "rendezvous", rank)
     run.check(run.fit().summary, calm_tour)
 
 

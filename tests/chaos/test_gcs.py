@@ -9,7 +9,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,25 +18,12 @@ from ray.cluster_utils import Cluster
 from elastic_ddp.driver import gcs_watch
 from tests.chaos.runs import Trial
 from tests.integration import jobs
+from tests.integration.clusters import cluster_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.chaos]
 
 RAY_WAITS_S = 24
 """How long Ray's processes wait for the GCS, instead of 60 s."""
-
-
-@contextmanager
-def cluster_of(num_nodes: int) -> Iterator[Cluster]:
-    """A head without CPUs, and nodes with one CPU each."""
-    cluster = Cluster(
-        True, head_node_args={"num_cpus": 0, "include_dashboard": False, "object_store_memory": 2 * 10**8}
-    )
-    try:
-        for _ in range(num_nodes):
-            cluster.add_node(num_cpus=1, object_store_memory=10**8)
-        yield cluster
-    finally:
-        cluster.shutdown()
 
 
 @pytest.fixture

@@ -29,24 +29,15 @@ def sizes(generations: Sequence[Mapping[str, Any]]) -> list[int]:
     return [generation["world_size"] for generation in generations]
 
 
-@pytest.mark.parametrize(
-    ("rank", "along"),
-    [pytest.param(1, (2,), id="the-others"), pytest.param(1, (0,), id="the-first")],
-)
-def test_two_workers_fail_at_once(folder: Path, calm: Mapping[str, Any], rank: int, along: tuple[int, ...]) -> None:
-    run = Trial(folder, f"two-at-once-{along[0]}", [Fault(rank, 27, "reduction", "SIGKILL", along=along)])
+@pytest.mark.parametrize(("workers", "along"), [(3, (1,)), (3, (0,)), (4, (1, 2)), (4, (0, 1))])
+def test_all_workers_but_one_fail_at_once(
+    folder: Path, calm: Mapping[str, Any], workers: int, along: tuple[int, ...]
+) -> None:
+    faults = [Fault(workers - 1, 27, "reduction", "SIGKILL", along=along)]
+    run = Trial(folder, f"all-but-one-of-{workers}-{along[0]}", faults, {"max_workers": workers})
     summary = run.fit().summary
     run.check(summary, calm)
-    assert from_full_size(summary)[-1]["first_step"] >= 27
-
-
-@pytest.mark.parametrize("along", [(1, 2), (0, 1)])
-def test_all_workers_but_one_fail(folder: Path, calm: Mapping[str, Any], along: tuple[int, ...]) -> None:
-    faults = [Fault(3, 27, "reduction", "SIGKILL", along=along)]
-    run = Trial(folder, f"all-but-one-{along[0]}", faults, {"max_workers": 4})
-    summary = run.fit().summary
-    run.check(summary, calm)
-    assert from_full_size(summary, 4)[-1]["first_step"] >= 27
+    assert from_full_size(summary, workers)[-1]["first_step"] >= 27
 
 
 def test_a_run_whose_workers_all_fail_resumes_from_its_newest_commit(folder: Path, calm: Mapping[str, Any]) -> None:

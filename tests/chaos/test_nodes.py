@@ -13,6 +13,7 @@ from ray.cluster_utils import Cluster
 
 from tests.chaos.runs import Trial
 from tests.chaos.test_faults import PLACES, TOUR_STEPS, tour
+from tests.integration.clusters import cluster_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.chaos, pytest.mark.timeout(600)]
 
@@ -20,13 +21,10 @@ pytestmark = [pytest.mark.slow, pytest.mark.chaos, pytest.mark.timeout(600)]
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
     """A head without CPUs."""
-    cluster = Cluster(
-        True, head_node_args={"num_cpus": 0, "include_dashboard": False, "object_store_memory": 2 * 10**8}
-    )
-    ray.init(cluster.address, logging_level="ERROR", log_to_driver=False)
-    yield cluster
-    ray.shutdown()
-    cluster.shutdown()
+    with cluster_of(0) as cluster:
+        ray.init(cluster.address, logging_level="ERROR", log_to_driver=False)
+        yield cluster
+        ray.shutdown()
 
 
 class Nodes:

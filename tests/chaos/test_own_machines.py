@@ -32,9 +32,6 @@ pytestmark = [
 ]
 
 
-needs_redis = pytest.mark.skipif(shutil.which("redis-server") is None, reason="needs Debian's redis-server")
-
-
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """The cluster after `ray up`. Its second worker is off."""
@@ -148,17 +145,6 @@ def test_workers_leave_a_machine_that_is_drained_for_the_run(both: Cluster, calm
     assert world_sizes(facts)[-2:] == [2, 1] and facts["workers_lost"] == 0
 
 
-def test_a_run_survives_a_power_failure_and_uses_the_repaired_machine(both: Cluster, calm: Summary) -> None:
-    run = both.start("power")
-    run.wait_for(2)
-    both.workers[1].kill()
-    run.wait_for(1)
-    both.site.boot(both.workers[1])
-    run.wait_for(2)
-    facts = run.finish(calm)
-    assert world_sizes(facts)[-3:] == [2, 1, 2] and facts["workers_lost"] == 1
-
-
 def test_a_run_survives_a_cut_link_and_uses_the_machine_once_it_is_mended(both: Cluster, calm: Summary) -> None:
     run = both.start("cut")
     run.wait_for(2)
@@ -201,26 +187,6 @@ def test_a_submitted_run_goes_on_while_the_laptop_is_closed(both: Cluster, calm:
     assert "job program-" in printed and "succeeded" in printed
 
 
-def test_a_submitted_run_survives_a_kill_of_its_driver(both: Cluster, calm: Summary) -> None:
-    run = both.start("driver", "--restarts 3")
-    run.wait_for(2)
-    for pid in both.head.pids("program.py driver"):
-        os.kill(pid, signal.SIGKILL)
-    run.driver.wait_until(lambda: "restarts it" in run.driver.output, "the driver is not restarted")
-    facts = run.finish(calm)
-    assert len(facts["generations"]) >= 2
-
-
-def test_the_same_command_resumes_a_run_whose_driver_was_killed(both: Cluster, calm: Summary) -> None:
-    run = both.start_without_jobs("driver-without-a-job")
-    run.wait_for(2)
-    for pid in both.head.pids("program.py driver-without-a-job"):
-        os.kill(pid, signal.SIGKILL)
-    run.driver.finish(succeeds=False)
-    facts = both.start_without_jobs("driver-without-a-job").finish(calm)
-    assert len(facts["generations"]) >= 2
-
-
 def test_a_run_whose_gcs_is_gone_commits_and_resumes_after_ray_up(both: Cluster, calm: Summary) -> None:
     run = both.start("gcs-gone")
     run.wait_for(2)
@@ -240,20 +206,7 @@ def test_a_run_whose_gcs_is_gone_commits_and_resumes_after_ray_up(both: Cluster,
     assert all(after["first_step"] == before["last_step"] for before, after in pairs), "no step is lost"
 
 
-@needs_redis
-def test_with_redis_a_crash_of_the_gcs_loses_no_step_and_no_worker(both: Cluster, calm: Summary) -> None:
-    both.use_redis()
-    both.wait_for_nodes()
-    run = both.start("redis")
-    run.wait_for(2)
-    gcs, num_generations = both.gcs, len(run.events("generation_started"))
-    os.kill(gcs[0], signal.SIGKILL)
-    run.driver.wait_until(lambda: both.gcs not in ([], gcs), "the GCS is not started again")
-    facts = run.finish(calm)
-    assert len(facts["generations"]) == num_generations and facts["workers_lost"] == 0
-
-
-@needs_redis
+@pytest.mark.skipif(shutil.which("redis-server") is None, reason="needs Debian's redis-server")
 def test_with_redis_a_submitted_run_survives_a_failure_of_the_head(both: Cluster, calm: Summary) -> None:
     both.use_redis()
     both.wait_for_nodes()

@@ -20,11 +20,6 @@ WRITE_S = 0.3
 EVERY = 4
 
 
-def trial(folder: Path, name: str, faults: list[Fault]) -> Trial:
-    settings = {"checkpoint": {"every_steps": EVERY, "keep": 100}, "drain_deadline_s": 6.0}
-    return Trial(folder, name, faults, settings, write_s=WRITE_S)
-
-
 def check_commits(run: Trial) -> None:
     """Checks that all commits verify, and that the ledger has no others. It may miss one whose rank 0 failed."""
     store = CheckpointStore(Storage(run.config["storage"]).at(run.name).at(COMMITS), keep=1)
@@ -36,16 +31,19 @@ def check_commits(run: Trial) -> None:
     assert recorded <= {step for step, _ in commits} and commits[0][0] == STEPS
 
 
-@pytest.mark.parametrize("how", ["SIGKILL", "SIGTERM", "SIGSEGV"])
-def test_a_worker_that_goes_during_a_save_damages_no_commit(folder: Path, calm: Mapping[str, Any], how: str) -> None:
-    faults = [Fault(rank, step, "saving", how) for rank, step in [(0, 5), (1, 13), (2, 21), (0, 29)]]
-    run = trial(folder, f"saving-{how}", faults)
-    run.check(run.fit().summary, calm)
-    check_commits(run)
+def trial(folder: Path, name: str, faults: list[Fault]) -> Trial:
+    settings = {"checkpoint": {"every_steps": EVERY, "keep": 100}, "drain_deadline_s": 6.0}
+    return Trial(folder, name, faults, settings, write_s=WRITE_S)
 
 
-def test_two_workers_fail_during_a_save(folder: Path, calm: Mapping[str, Any]) -> None:
-    run = trial(folder, "saving-two", [Fault(1, 9, "saving", "SIGKILL", along=(2,))])
+PLACES = [(0, 5), (1, 13), (2, 21), (0, 29)]
+FAULTS = {how: [Fault(rank, step, "saving", how) for rank, step in PLACES] for how in ("SIGKILL", "SIGTERM", "SIGSEGV")}
+FAULTS["two"] = [Fault(1, 9, "saving", "SIGKILL", along=(2,))]
+
+
+@pytest.mark.parametrize("how", FAULTS)
+def test_workers_that_go_during_a_save_damage_no_commit(folder: Path, calm: Mapping[str, Any], how: str) -> None:
+    run = trial(folder, f"saving-{how}", FAULTS[how])
     run.check(run.fit().summary, calm)
     check_commits(run)
 

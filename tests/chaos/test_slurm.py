@@ -120,28 +120,14 @@ def test_the_head_is_on_the_first_node_the_others_join_it_and_a_stop_commits(slu
     for call in (head, *joins):  # raises if `ray start` lacks an option
         start_command.make_context("start", call.partition(" start ")[2].split())
     assert job.sbatch.process.poll() is None
-    slurm.type(as_written("scancel").replace("JOB", job.id))
-    job.sbatch.finish()
-    assert job.wait_for("commits") == "committed\n"
-    slurm.wait_for(job.id, "COMPLETED")  # not requeued
-
-
-@pytest.mark.chaos
-def test_the_variable_of_the_user_names_another_storage(start: Start) -> None:
-    job = start("finishes.py", ELASTIC_DDP_STORAGE="s3://bucket/runs")
-    assert job.wait_for("drivers", "\n").split()[1] == "s3://bucket/runs"
-
-
-@pytest.mark.chaos
-def test_the_token_is_in_a_file_of_this_user_alone_while_the_job_runs(slurm: Slurm, start: Start) -> None:
-    job = start("train.py")
-    job.wait_for("drivers")
     (name,) = re.findall(r"RAY_AUTH_TOKEN_PATH=\$PWD/(\S+)", as_written("export RAY_AUTH_MODE"))
     token = slurm.clone / name.replace("JOB", job.id)
     assert token.read_text() == "secret\n" and token.stat().st_mode & 0o777 == 0o600
     slurm.type(as_written("scancel").replace("JOB", job.id))
     job.sbatch.finish()
-    assert not token.exists()
+    assert job.wait_for("commits") == "committed\n"
+    assert not token.exists(), "it lasts as long as the job"
+    slurm.wait_for(job.id, "COMPLETED")  # not requeued
 
 
 @pytest.mark.chaos
@@ -172,8 +158,9 @@ def test_at_its_signal_a_job_commits_and_is_requeued(slurm: Slurm, start: Start)
 @pytest.mark.chaos
 @pytest.mark.parametrize(("driver", "status"), [("finishes.py", 0), ("fails.py", 7)])
 def test_the_job_ends_with_the_drivers_exit_status(driver: str, status: int, slurm: Slurm, start: Start) -> None:
-    job = start(driver)
+    job = start(driver, ELASTIC_DDP_STORAGE="s3://bucket/runs")
     job.sbatch.finish(succeeds=not status)
+    assert job.wait_for("drivers", "\n").split()[1] == "s3://bucket/runs", "the user's variable names another storage"
     shown = slurm.wait_for(job.id, "FAILED" if status else "COMPLETED")
     assert shown["ExitCode"] == f"{status}:0"
 

@@ -154,23 +154,17 @@ def test_a_standby_resumes_a_run_whose_workers_were_all_killed(
 
 
 @pytest.fixture
-def two_nodes() -> Iterator[tuple[Cluster, list[Any]]]:
+def two_nodes() -> Iterator[Cluster]:
     """A head without CPUs, and two nodes with one CPU each."""
     ray.shutdown()  # `one_node` lasts until the end of the module
-    cluster = Cluster(
-        True, head_node_args={"num_cpus": 0, "include_dashboard": False, "object_store_memory": 2 * 10**8}
-    )
-    nodes = [cluster.add_node(num_cpus=1, object_store_memory=10**8) for _ in range(2)]
-    ray.init(cluster.address, logging_level="ERROR", log_to_driver=False)
-    yield cluster, nodes
-    ray.shutdown()
-    cluster.shutdown()
+    with clusters.cluster_of(2) as cluster:
+        ray.init(cluster.address, logging_level="ERROR", log_to_driver=False)
+        yield cluster
+        ray.shutdown()
 
 
-def test_a_drained_node_loses_its_standbys(
-    two_nodes: tuple[Cluster, list[Any]], folder: Path, calm: Mapping[str, Any]
-) -> None:
-    run, (_, nodes) = trial(folder, "drained-standby", 2), two_nodes
+def test_a_drained_node_loses_its_standbys(two_nodes: Cluster, folder: Path, calm: Mapping[str, Any]) -> None:
+    run, nodes = trial(folder, "drained-standby", 2), list(two_nodes.worker_nodes)
     with run.live() as (handle, result):
         until(is_complete(handle, 2, num_standbys=2), result)
         standbys = {standby["node_id"]: standby["pid"] for standby in handle.status()["standbys"]}
@@ -184,7 +178,7 @@ def test_a_drained_node_loses_its_standbys(
     assert summary["restarts"] == 0 and not run.events("newcomer_failed")
 
 
-def test_standbys_end_with_a_killed_driver(two_nodes: tuple[Cluster, list[Any]], folder: Path) -> None:
+def test_standbys_end_with_a_killed_driver(two_nodes: Cluster, folder: Path) -> None:
     hold = ("wait", str(folder / "never"), str(HELD_STEP), "2")
     arguments = (str(folder / "data"), str(folder / "runs"), "driver-killed", "2", *hold)
 
@@ -194,7 +188,7 @@ def test_standbys_end_with_a_killed_driver(two_nodes: tuple[Cluster, list[Any]],
         except ConfigError:  # the run is starting
             return False
 
-    with jobs.driver(*arguments, RAY_ADDRESS=two_nodes[0].address, STANDBY_WORKERS="1") as driver:
+    with jobs.driver(*arguments, RAY_ADDRESS=two_nodes.address, STANDBY_WORKERS="1") as driver:
         clusters.until(standbys_are_ready, driver)
         handle = get_run("driver-killed")
         processes = {*pids(handle, "members"), *pids(handle, "standbys")}

@@ -8,12 +8,25 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from ray.cluster_utils import Cluster
+
+
+@contextmanager
+def cluster_of(num_nodes: int) -> Iterator[Cluster]:
+    """A head without CPUs, and nodes with one CPU each."""
+    head = {"num_cpus": 0, "include_dashboard": False, "object_store_memory": 2 * 10**8}
+    cluster = Cluster(True, head_node_args=head)
+    try:
+        for _ in range(num_nodes):
+            cluster.add_node(num_cpus=1, object_store_memory=10**8)
+        yield cluster
+    finally:
+        cluster.shutdown()
 
 
 def kill(cluster: Cluster, node: Any) -> None:

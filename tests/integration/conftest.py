@@ -10,17 +10,14 @@ import ray
 from ray.cluster_utils import Cluster
 
 from tests.integration import jobs
+from tests.integration.clusters import cluster_of
 
 
 @pytest.fixture
 def cluster() -> Iterator[Cluster]:
     """A head node without CPUs, and one node with one CPU."""
-    cluster = Cluster(
-        True, head_node_args={"num_cpus": 0, "include_dashboard": False, "object_store_memory": 2 * 10**8}
-    )
-    cluster.add_node(num_cpus=1, object_store_memory=10**8)
-    yield cluster
-    cluster.shutdown()
+    with cluster_of(1) as cluster:
+        yield cluster
 
 
 @pytest.fixture

@@ -127,20 +127,13 @@ def make_train(
     return train
 
 
-def kill_once(
-    marker: str, *, rank: int, step: int, pid: int | None = None, how: int = signal.SIGKILL
-) -> Callable[..., None]:
-    """Returns a fault: in `step`, the worker of `rank` sends a signal to itself or to `pid`, once.
-
-    `marker` exists afterwards. After SIGINT, the worker waits until the run has received the request to stop.
-    """
+def kill_once(marker: str, *, rank: int, step: int, pid: int | None = None) -> Callable[..., None]:
+    """Returns a fault: in `step`, the worker of `rank` kills itself or `pid`, once. `marker` exists afterwards."""
 
     def fault(run: ed.Run, at: int) -> None:
         if run.rank == rank and at == step and not Path(marker).exists():
             Path(marker).touch()
-            os.kill(os.getpid() if pid is None else pid, how)
-            while how == signal.SIGINT and not loop_of(run).client.signals.stop:
-                time.sleep(0.01)
+            os.kill(os.getpid() if pid is None else pid, signal.SIGKILL)
 
     return fault
 
@@ -254,9 +247,9 @@ def same_bits(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
 def main() -> None:
     """Drives the job: `jobs.py DATA STORAGE NAME MIN:MAX [ACTION MARKER STEP [WORLD_SIZE]]`.
 
-    ACTION is what happens in STEP: `kill-driver` kills this process, `interrupt` is Ctrl-C (SIGINT to the process
-    group), `wait` waits until MARKER exists, `grow` until others wait to join, `ask` until a request arrives. With
-    `evaluate FOLDER` the run ends with an evaluation of FOLDER. The variables LOGGERS and STANDBY_WORKERS are settings.
+    ACTION is what happens in STEP: `kill-driver` kills this process, `wait` waits until MARKER exists, `grow` until
+    others wait to join, `ask` until a request arrives. With `evaluate FOLDER` the run ends with an evaluation of
+    FOLDER. The variables LOGGERS and STANDBY_WORKERS are settings.
     """
     import ray
 
@@ -272,11 +265,7 @@ def main() -> None:
     elif how and how[0] == "ask":
         fault = hold_until_asked(how[1], step=int(how[2]))
     elif how:
-        # A negative pid is a process group.
-        pid, number = {"kill-driver": (os.getpid(), signal.SIGKILL), "interrupt": (-os.getpgrp(), signal.SIGINT)}[
-            how[0]
-        ]
-        fault = kill_once(how[1], rank=0, step=int(how[2]), pid=pid, how=number)
+        fault = kill_once(how[1], rank=0, step=int(how[2]), pid=os.getpid())
     if "RAY_ADDRESS" in os.environ:
         ray.init(logging_level="WARNING")
     else:
