@@ -22,7 +22,7 @@ from elastic_ddp.errors import ElasticDDPError
 from elastic_ddp.storage.storage import Storage
 from elastic_ddp.telemetry import read_ledger
 from elastic_ddp.telemetry.event import Event
-from tests.chaos.faults import LINGERING, Fault, Happened, happened, make_train, marker_of
+from tests.chaos.faults import LINGERING, Fault, Happened, happened, make_train
 from tests.integration import jobs
 
 STEPS = jobs.STEPS
@@ -118,10 +118,6 @@ class Trial:
     def happened(self) -> list[Happened]:
         """Returns the faults that have happened."""
         return happened(self.markers)
-
-    def marker(self, number: int) -> Path:
-        """Returns the file that exists once a fault has happened."""
-        return marker_of(self.markers, number)
 
     def events(self, *kinds: str) -> list[Event]:
         """Returns the ledger's events of some names, or all."""

@@ -27,7 +27,7 @@ import elastic_ddp as ed
 from elastic_ddp.driver.metrics import RunMetrics
 from elastic_ddp.storage.storage import Storage
 from elastic_ddp.telemetry import events
-from elastic_ddp.telemetry.event import Event
+from elastic_ddp.telemetry.event import last_of
 from elastic_ddp.telemetry.ledger import read_ledger
 from tests.integration import jobs
 from tests.loops import loop_of
@@ -121,10 +121,6 @@ def until(condition: Callable[[], Any], log: Path, timeout_s: float = 120) -> No
         time.sleep(0.3)
 
 
-def newest(ledger: list[Event], kind: type[Any]) -> Any:
-    return next((event for event in reversed(ledger) if isinstance(event, kind)), None)
-
-
 def test_a_live_run_is_in_prometheus_and_in_the_dashboard(
     head: Cluster, prometheus: Prometheus, folder: Path, tmp_path: Path
 ) -> None:
@@ -133,13 +129,13 @@ def test_a_live_run_is_in_prometheus_and_in_the_dashboard(
     storage = Storage(tmp_path / "runs" / NAME)
 
     def members() -> list[int]:
-        formed = newest(read_ledger(storage), events.GenerationFormed)
+        formed = last_of(read_ledger(storage), events.GenerationFormed)
         return sorted(member["pid"] for member in formed.members)
 
     def agrees() -> bool:
         """Whether the values are those of the newest events. The run is paused, so they will be."""
         ledger = read_ledger(storage)
-        steps, commit = newest(ledger, events.StepsCompleted), newest(ledger, events.CommitSucceeded)
+        steps, commit = last_of(ledger, events.StepsCompleted), last_of(ledger, events.CommitSucceeded)
         expected = {
             "step": steps.step,
             "loss": steps.loss,
@@ -149,7 +145,7 @@ def test_a_live_run_is_in_prometheus_and_in_the_dashboard(
             "commits_total": sum(isinstance(event, events.CommitSucceeded) for event in ledger),
             "last_commit_timestamp_seconds": commit.at,
         }
-        phases = newest(ledger, events.PhasesMeasured).phases
+        phases = last_of(ledger, events.PhasesMeasured).phases
         return expected == {name: value(name) for name in expected} and phases == {
             phase: value("phase_seconds", phase=phase) for phase in phases
         }
@@ -167,11 +163,11 @@ def test_a_live_run_is_in_prometheus_and_in_the_dashboard(
         check_dashboard(head, prometheus)
         process.send_signal(signal.SIGTERM)
         assert process.wait(60) == 0, log.read_text()
-    stopped_at = newest(read_ledger(storage), events.RunFinished).steps
+    stopped_at = last_of(read_ledger(storage), events.RunFinished).steps
 
     pause.touch()
     with driver(tmp_path, pause, stopped_at + 20) as process:
-        committed_at = newest(read_ledger(storage), events.CommitSucceeded).at
+        committed_at = last_of(read_ledger(storage), events.CommitSucceeded).at
         # The start of this driver. A gauge has one value once that of the other driver has ended.
         until(lambda: (value("last_commit_timestamp_seconds") or 0) > committed_at, log)
         until(lambda: value("step") == stopped_at, log)

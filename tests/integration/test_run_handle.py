@@ -153,25 +153,6 @@ def test_a_live_run_serves_all_requests(
 
 
 @pytest.mark.chaos
-def test_stacks_name_the_ranks_that_do_not_answer(
-    undisturbed: Mapping[str, Any], connected: Cluster, folder: Path
-) -> None:
-    connected.add_node(num_cpus=1, object_store_memory=10**8)
-    with controlled_run(connected, folder, "1:2") as run:
-        handle = handle_when(run, holds_with(2))
-        last = handle.status()["members"][1]
-        os.kill(last["pid"], signal.SIGSTOP)
-        shown = command(connected, "stacks", NAME)
-        os.kill(last["pid"], signal.SIGCONT)
-        assert "rank 0" in shown and "in fault" in shown
-        assert f"rank 1 ({last['node']}): no answer within 10 s" in shown
-        assert "rank 1" in command(connected, "stacks", NAME).split("no answer")[0], "it answers again"
-
-        facts = finish(folder, run)
-    assert jobs.same_bits(facts, undisturbed)
-
-
-@pytest.mark.chaos
 def test_a_worker_that_receives_sigterm_leaves_between_steps_and_is_replaced(
     undisturbed: Mapping[str, Any], connected: Cluster, folder: Path
 ) -> None:
