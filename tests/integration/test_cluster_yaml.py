@@ -41,8 +41,9 @@ def test_ray_rejects_a_misspelled_setting(config: dict[str, Any]) -> None:
         validate_config(prepare_config({**copy.deepcopy(config), "max_wrokers": 3}))
 
 
-def test_no_training_worker_runs_on_the_head(config: dict[str, Any]) -> None:
+def test_the_head_runs_no_training_worker_and_its_dashboard_is_on_localhost(config: dict[str, Any]) -> None:
     start = config["head_start_ray_commands"][-1]
+    assert "--dashboard-host=127.0.0.1" in start
     assert "--num-cpus=0 --num-gpus=0" in start
     if head := config.get("head_node_type"):
         assert config["available_node_types"][head]["resources"] == {"CPU": 0, "GPU": 0}
@@ -58,11 +59,8 @@ def test_every_node_has_the_same_token_and_requires_it(config: dict[str, Any]) -
         assert re.search(r"RAY_AUTH_MODE=token (\w+=\S+ )*ray start", starts[0])
 
 
-def test_the_dashboard_listens_on_localhost_only(config: dict[str, Any]) -> None:
-    assert "--dashboard-host=127.0.0.1" in config["head_start_ray_commands"][-1]
-
-
 def test_the_project_is_installed_on_every_node_with_the_tested_versions(config: dict[str, Any]) -> None:
+    assert config["file_mounts"]["~/examples"] == "examples", "where the commands of `ray exec` start"
     mounted = {local for local in config["file_mounts"].values() if not local.startswith("~")}
     assert all((ROOT / local).exists() for local in mounted)
     assert {"pyproject.toml", "constraints.txt", "README.md", "LICENSE", "elastic_ddp", "examples"} <= mounted
@@ -84,10 +82,6 @@ def test_shells_of_a_node_have_the_storage_of_the_newest_ray_up(config: dict[str
     assert run.stdout == f"s3://changed/runs token {tmp_path}/venv/bin\n. ~/.elastic_ddp\n"
 
 
-def test_the_example_is_where_the_commands_of_ray_exec_start(config: dict[str, Any]) -> None:
-    assert config["file_mounts"]["~/examples"] == "examples"
-
-
 def test_every_command_is_valid_shell(config: dict[str, Any]) -> None:
     # In YAML " #" starts a comment, also inside shell quotes; the rest of the command does not parse.
     for key in ("setup_commands", "head_start_ray_commands", "worker_start_ray_commands"):
@@ -103,39 +97,28 @@ def test_the_autoscaler_waits_for_a_machine_until_it_is_repaired() -> None:
     assert int(run.stdout) > 30 * 24 * 3600
 
 
-def test_aws_workers_are_spot_and_the_head_is_not() -> None:
-    types = load("cluster.yaml")["available_node_types"]
+def test_aws_workers_are_spot_and_nodes_use_the_configured_group_and_profile() -> None:
+    config = load("cluster.yaml")
+    types = config["available_node_types"]
     assert types["gpu-spot"]["node_config"]["InstanceMarketOptions"] == {"MarketType": "spot"}
     assert types["gpu-spot"]["resources"]["GPU"] >= 1
     assert 0 <= types["gpu-spot"]["min_workers"] < types["gpu-spot"]["max_workers"]
     assert "InstanceMarketOptions" not in types["head"]["node_config"]
-
-
-def test_aws_nodes_use_the_configured_security_group() -> None:
-    # Without SecurityGroupIds, Ray creates a group that opens ssh to the internet.
-    config = load("cluster.yaml")
     assert "security_group" not in config["provider"]
-    for node_type in config["available_node_types"].values():
+    for node_type in types.values():
+        # Without SecurityGroupIds, Ray creates a group that opens ssh to the internet.
         assert node_type["node_config"]["SecurityGroupIds"]
+        assert node_type["node_config"]["IamInstanceProfile"]["Name"], "for the bucket"
 
 
-def test_aws_workers_have_a_profile_for_the_bucket() -> None:
-    for node_type in load("cluster.yaml")["available_node_types"].values():
-        assert node_type["node_config"]["IamInstanceProfile"]["Name"]
-
-
-def test_gcp_workers_are_spot_and_the_head_is_not() -> None:
+def test_gcp_workers_are_spot_and_nodes_use_the_configured_network_and_account() -> None:
     types = load("gcp.yaml")["available_node_types"]
     assert types["gpu-spot"]["node_config"]["scheduling"]["provisioningModel"] == "SPOT"
     assert types["gpu-spot"]["resources"]["GPU"] >= 1
     assert "scheduling" not in types["head"]["node_config"]
-
-
-def test_gcp_nodes_use_the_configured_network_and_workers_have_an_account_for_the_bucket() -> None:
     # Without networkInterfaces, Ray takes a network whose firewall opens ssh to the internet.
-    types = load("gcp.yaml")["available_node_types"]
     assert all(node_type["node_config"]["networkInterfaces"] for node_type in types.values())
-    assert types["gpu-spot"]["node_config"]["serviceAccounts"]
+    assert types["gpu-spot"]["node_config"]["serviceAccounts"], "for the bucket"
 
 
 @pytest.mark.parametrize("name", WITH_SPOT_WORKERS)

@@ -130,18 +130,10 @@ def test_collectives_of_unequal_micro_batches_need_even_micro_batches(cluster: N
     ):
         fit(folder, "uneven", 4, train)
     settings: dict[str, Any] = {"even_micro_batches": True, "min_workers": 2}
-    result = fit(folder, "even", 3, make_train(kill_rank_0_once(folder / "killed"), gather), **settings)
+    kill = jobs.kill_once(str(folder / "killed"), rank=0, step=5)
+    result = fit(folder, "even", 3, make_train(kill, gather), **settings)
     assert result.status == "finished"
     assert {generation["world_size"] for generation in result.summary["generations"]} == {2, 3}
-
-
-def kill_rank_0_once(marker: Path) -> Callable[[ed.Run, int], None]:
-    def kill(run: ed.Run, step: int) -> None:
-        if step == 5 and run.rank == 0 and not marker.exists():
-            marker.touch()
-            os._exit(1)
-
-    return kill
 
 
 @pytest.mark.chaos
