@@ -97,12 +97,9 @@ def test_a_rank_with_much_more_work_than_the_others_is_slow() -> None:
     assert "elastic-ddp drain" in found.advice
 
 
-def test_one_of_two_ranks_can_be_slow() -> None:
-    assert verdict(measure({}, {"forward": 0.6})).ranks == [1]
-
-
-def test_a_drain_is_no_advice_if_there_is_one_node() -> None:
-    assert "drain" not in verdict(measure({}, {"forward": 0.6}), ["a", "a"]).advice
+def test_one_of_two_ranks_can_be_slow_and_a_drain_is_no_advice_if_there_is_one_node() -> None:
+    found = verdict(measure({}, {"forward": 0.6}), ["a", "a"])
+    assert found.ranks == [1] and "drain" not in found.advice
 
 
 def test_a_node_is_slow_if_all_its_ranks_are() -> None:

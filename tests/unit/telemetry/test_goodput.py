@@ -119,25 +119,21 @@ def test_a_session_that_resumes_from_an_older_step_redoes_work() -> None:
     assert partition([*first, started(1000.0, "s2")])["redone"] == 10.0, "there was no commit to resume from"
 
 
-def test_the_end_of_a_generation_bounds_its_redone_work() -> None:
+@pytest.mark.parametrize(
+    ("last", "resumed", "expected"),
+    [
+        pytest.param({"useful": 8.0}, 6, {"useful": 6.0, "redone": 2.0}, id="only the end is known"),
+        pytest.param({"useful": 7.0, "redone": 1.0}, 4, {"useful": 4.0, "redone": 4.0}, id="some was redone before"),
+    ],
+)
+def test_redone_seconds_are_counted_once(last: dict[str, float], resumed: int, expected: dict[str, float]) -> None:
     events = [
         started(0.0),
         formed(1, 1.0, None),
         accounted("commit_succeeded", 1, 5.0, step=4, useful=4.0),
-        accounted("generation_ended", 1, 9.0, last_step=8, useful=8.0),
+        accounted("generation_ended", 1, 9.0, last_step=8, **last),
     ]
-    assert partition([*events, started(100.0, "s2", step=6)]) == parts(start_up=1.0, useful=6.0, redone=2.0)
-
-
-def test_redone_seconds_are_counted_once() -> None:
-    events = [
-        started(0.0),
-        formed(1, 1.0, None),
-        accounted("steps_completed", 1, 6.0, step=10, useful=5.0),
-        event("worker_failed", 6.0, generation=1),
-        accounted("generation_account", 1, 6.0, useful=4.0, redone=1.0),
-    ]
-    assert partition([*events, started(100.0, "s2", step=5)]) == parts(start_up=1.0, useful=2.0, redone=3.0)
+    assert partition([*events, started(100.0, "s2", step=resumed)]) == parts(start_up=1.0, **expected)
 
 
 def test_waiting_is_at_most_the_time_between_generations() -> None:
@@ -264,6 +260,12 @@ def test_a_session_without_a_generation_is_all_start_up() -> None:
     assert partition([*killed, finished(16.0)]) == parts(start_up=6.0)
     assert partition([*killed, started(100.0, "s2"), finished(101.0, "s2")]) == parts(start_up=4.0)
     assert goodput([]) == {**parts(), "total": 0.0, "goodput": None}
+
+
+def test_a_run_in_the_process_of_its_driver_has_a_goodput_without_a_rendezvous() -> None:
+    begun = event("generation_started", 2.0, generation=1, world_size=1, first_step=0, reason="start")
+    ended = accounted("generation_ended", 1, 10.0, last_step=8, useful=8.0)
+    assert partition([started(0.0), begun, ended, finished(10.0)]) == parts(start_up=2.0, useful=8.0)
 
 
 def test_clocks_that_are_ahead_are_corrected() -> None:
