@@ -75,10 +75,10 @@ def scaling(sessions: Sequence[Session]) -> list[dict[str, Any]]:
     for work in _account_for(sessions)[1]:
         if work.world_size is not None and work.first_step < work.last_step <= max(samples):
             before, after = np.interp([work.first_step, work.last_step], [*samples], [*samples.values()])
-            measured = np.array([work.last_step - work.first_step, after - before, work.seconds])
-            totals[work.world_size] = totals.get(work.world_size, 0) + measured
+            total = totals.setdefault(work.world_size, np.zeros(3))
+            total += work.last_step - work.first_step, after - before, work.seconds
     rows: list[dict[str, Any]] = []
-    base = None
+    base = 0.0
     for world_size, total in sorted(totals.items()):
         steps, used, seconds = total.tolist()
         per_worker = used / seconds / world_size

@@ -19,7 +19,9 @@ from elastic_ddp.console import Tolerant
 from elastic_ddp.formatting import clock_face, format_rate, plural
 
 _REDRAW_S, _LINE_S, _UNCHANGED_LINE_S = 0.1, 5.0, 30.0
-"""Seconds between updates of the live line, between plain lines, and between those that repeat a state."""
+"""Seconds between updates of the live line, between plain lines, and between plain lines that repeat a state."""
+_RATE_S = 30.0
+"""Length of the window of a rate."""
 
 
 class Progress:
@@ -132,8 +134,7 @@ class Progress:
 class MovingRate:
     """Steps and samples per second over the last 30 s."""
 
-    def __init__(self, window_s: float = 30.0) -> None:
-        self._window_s = window_s
+    def __init__(self) -> None:
         self._points: deque[tuple[float, int, int]] = deque()
 
     def clear(self) -> None:
@@ -144,7 +145,7 @@ class MovingRate:
         if self._points and (step < self._points[-1][1] or samples < self._points[-1][2]):
             self._points.clear()
         self._points.append((now, step, samples))
-        while len(self._points) > 2 and now - self._points[1][0] >= self._window_s:
+        while len(self._points) > 2 and now - self._points[1][0] >= _RATE_S:
             self._points.popleft()
 
     @property
