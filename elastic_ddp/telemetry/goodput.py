@@ -72,11 +72,17 @@ def scaling(sessions: Sequence[Session]) -> list[dict[str, Any]]:
     """
     samples = _sample_counts(sessions)
     totals: dict[int, np.ndarray] = {}
+    between_s = 0.0
     for work in _account_for(sessions)[1]:
-        if work.world_size is not None and work.first_step < work.last_step <= max(samples):
+        if work.world_size is None:
+            between_s = 0.0
+        elif work.first_step < work.last_step <= max(samples):
             before, after = np.interp([work.first_step, work.last_step], [*samples], [*samples.values()])
             total = totals.setdefault(work.world_size, np.zeros(3))
-            total += work.last_step - work.first_step, after - before, work.seconds
+            total += work.last_step - work.first_step, after - before, between_s + work.seconds
+            between_s = 0.0
+        else:  # an evaluation between two steps, for example
+            between_s += work.seconds
     rows: list[dict[str, Any]] = []
     base = 0.0
     for world_size, total in sorted(totals.items()):
@@ -143,7 +149,7 @@ class _Work:
     """Useful seconds, and the steps done before and after them."""
 
     world_size: int | None
-    """None for the first step of a generation, which waits for the first rows."""
+    """None for the first step of a generation, which waits for the first rows, and for the time after its last step."""
     first_step: int
     last_step: int
     seconds: float
