@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from tests.chaos.machines import ROOT, SHARED, missing, site, until
-from tests.chaos.onprem import GCS_PORT, NOTICE_S, Cluster, Supervisor, shell_block, world_sizes
+from tests.chaos.onprem import GCS_PORT, NOTICE_S, ON_A_NODE, Cluster, Supervisor, shell_block, world_sizes
 from tests.integration import jobs
 
 pytest.importorskip("ray.dashboard.optional_deps", reason="needs ray[default]", exc_type=ImportError)
@@ -102,6 +102,19 @@ def check_example(cluster: Cluster, name: str, printed: str) -> None:
     facts = jobs.summary(cluster.site.shared, name)
     assert facts["status"] == "finished" and world_sizes(facts)[-1] == 2
     assert f"{name} finished after {facts['steps']} steps; weights {facts['weights_sha256']}" in printed
+
+
+def test_workers_leave_a_machine_after_its_spot_notice(both: Cluster, calm: Summary) -> None:
+    machine = both.workers[1]
+    run = both.start("noticed")
+    run.wait_for(2)
+    environment = f"{ON_A_NODE} RAY_ADDRESS={both.head.address}:{GCS_PORT}"
+    watch = both.site.start(machine, f"cd {SHARED}/job && {environment} python -m tests.metadata_server {NOTICE_S}")
+    run.wait_for(1)
+    facts = run.finish(calm)
+    watch.process.kill()
+    assert world_sizes(facts)[-2:] == [2, 1] and facts["workers_lost"] == 0
+    both.start_ray_by_hand(machine)
 
 
 def test_workers_leave_a_node_that_ray_drains_and_no_run_starts_there(both: Cluster, calm: Summary) -> None:
