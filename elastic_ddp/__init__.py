@@ -17,8 +17,7 @@ if TYPE_CHECKING:
     )
     from elastic_ddp.driver.cluster import cluster_has_gpus
     from elastic_ddp.driver.run_handle import RunHandle, get_run
-    from elastic_ddp.driver.run_result import RunResult
-    from elastic_ddp.driver.trainer import ElasticTrainer
+    from elastic_ddp.driver.trainer import ElasticTrainer, RunResult
     from elastic_ddp.errors import ElasticDDPError
     from elastic_ddp.loggers.logger import LoggedRun, Logger
     from elastic_ddp.worker.run import Run
@@ -37,7 +36,7 @@ _MODULES = {
     "Run": "worker.run",
     "RunConfig": "config.run_config",
     "RunHandle": "driver.run_handle",
-    "RunResult": "driver.run_result",
+    "RunResult": "driver.trainer",
     "Step": "worker.step",
     "Update": "worker.update",
     "VerifyConfig": "config.run_config",

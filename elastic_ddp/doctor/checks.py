@@ -14,8 +14,7 @@ from elastic_ddp.doctor.facts import ALL, Cluster, Finding, Node, NodeFacts, Ver
 Result = tuple[Verdict, str, str]
 """Verdict, text and node of a finding."""
 MINIMUM_DRIVER = {12: 525, 13: 580}
-"""The first branch of NVIDIA's driver that runs programs of each major version of CUDA, from NVIDIA's "CUDA
-Compatibility"."""
+"""The first branch of NVIDIA's driver for each major version of CUDA, from NVIDIA's "CUDA Compatibility"."""
 OPEN_FILES = 65_536
 LOGS = "/tmp/ray/session_latest/logs"
 CLOCK_WARN_S, CLOCK_FAIL_S = 1.0, 10.0
@@ -75,12 +74,12 @@ def check_driver(cluster: Cluster) -> Iterator[Result]:
     for node, facts in cluster.known:
         if not node.num_gpus:
             continue
-        cuda, driver = facts.cuda, facts.driver
+        cuda, driver, newest_cuda = facts.cuda, facts.driver, facts.driver_cuda
         if cuda is None:
             yield "fail", "torch is a build without CUDA. Install a CUDA build, such as the one of PyPI.", node.name
         elif driver is None:
             yield "fail", f"no NVIDIA driver responds: {facts.gpu_error}. Install {_needed(cuda)}.", node.name
-        elif not _is_new_enough(cuda, driver, facts.driver_cuda):
+        elif newest_cuda is not None and newest_cuda // 1000 < int(cuda.split(".")[0]):
             text = (
                 f"NVIDIA's driver is {driver}, and torch is built for CUDA {cuda}. Install {_needed(cuda)}, or a torch "
                 "build for an older CUDA."
@@ -88,13 +87,6 @@ def check_driver(cluster: Cluster) -> Iterator[Result]:
             yield "fail", text, node.name
     for facts in [facts for node, facts in cluster.known if node.num_gpus][:1]:
         yield "ok", f"NVIDIA's driver {facts.driver} runs CUDA {facts.cuda}, for which torch is built", ALL
-
-
-def _is_new_enough(cuda: str, driver: str, driver_cuda: int | None) -> bool:
-    major = int(cuda.split(".")[0])
-    if driver_cuda is not None:
-        return driver_cuda // 1000 >= major
-    return int(driver.split(".")[0]) >= MINIMUM_DRIVER.get(major, 0)
 
 
 def _needed(cuda: str) -> str:
@@ -221,20 +213,6 @@ def check_cpus(cluster: Cluster) -> Iterator[Result]:
         yield "ok", f"at least {fewest:g} for each {per}", ALL
 
 
-def check_mirrors(cluster: Cluster) -> Iterator[Result]:
-    """No node can have more than half of the workers, if there are several."""
-    nodes = [node for node in cluster.nodes if node.can_work]
-    kind = "GPU" if any(node.resources.get("GPU", 0.0) for node in nodes) else "CPU"
-    amounts = {node.name: node.resources.get(kind, 0.0) for node in nodes}
-    largest, total = max(amounts, key=lambda name: amounts[name], default=""), sum(amounts.values())
-    if len(nodes) > 1 and 2 * amounts[largest] > total:
-        text = (
-            f'it has {amounts[largest]:g} of {total:g} {kind}s. With strategy = "fsdp", a shard and its mirror may '
-            "both be on it; if it dies, the run then resumes from its newest commit. Use nodes of equal size."
-        )
-        yield "ok", text, largest
-
-
 def check_memory(cluster: Cluster) -> Iterator[Result]:
     """/dev/shm holds Ray's object store."""
     for node, facts in cluster.known:
@@ -356,7 +334,6 @@ CHECKS: tuple[tuple[str, Callable[[Cluster], Iterator[Result]]], ...] = (
     ("data", check_data),
     ("GPUs", check_gpus),
     ("CPUs", check_cpus),
-    ("mirrors", check_mirrors),
     ("/dev/shm", check_memory),
     ("open files", check_open_files),
     ("network", check_interfaces),

@@ -101,11 +101,13 @@ def examine(*, data: str | None, storage: Storage | None, note: Callable[[str], 
 
 
 class Examination:
-    """Fills in the facts, part by part. What fails on a node becomes a fact, and the other parts go on."""
+    """Fills in the facts, part by part. A failure on a node becomes a fact, and the other parts continue."""
 
     def __init__(self, nodes: dict[str, Node], probes: Probes, store: tuple[str, int]) -> None:
         """`store` is the address of a store, in which process groups form."""
-        self._nodes, self._probes, self._store = nodes, probes, store
+        self._nodes = nodes
+        self._probes = probes
+        self._store = store
 
     def run(self, *, data: str | None, storage: Storage | None, note: Callable[[str], None]) -> Cluster:
         note(f"starting a process on {len(self._nodes)} nodes")

@@ -13,11 +13,10 @@ import ray
 from elastic_ddp.checkpoint import Commit, CommitCatalog
 from elastic_ddp.data.user_code import import_failure
 from elastic_ddp.distributed.step_agreement import EMPTY_SAMPLES_DIGEST
+from elastic_ddp.driver.cluster_watch import GcsWatch, WaitWatch
 from elastic_ddp.driver.display import RunDisplay
-from elastic_ddp.driver.gcs_watch import GcsWatch
 from elastic_ddp.driver.metrics import RunMetrics
 from elastic_ddp.driver.ray_train import run_workers
-from elastic_ddp.driver.wait_watch import WaitWatch
 from elastic_ddp.errors import ConfigError, WorkersFailedError
 from elastic_ddp.loggers.logger import Logger
 from elastic_ddp.loggers.run_loggers import RunLoggers

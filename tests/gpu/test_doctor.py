@@ -8,8 +8,7 @@ import torch
 from elastic_ddp.distributed import nccl
 from elastic_ddp.distributed.process_group import ProcessGroup
 from elastic_ddp.doctor.facts import Reduced
-from elastic_ddp.doctor.gather import gather
-from elastic_ddp.doctor.probe import Probe
+from elastic_ddp.doctor.probe import Probe, gather
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.gpu

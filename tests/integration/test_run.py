@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from ray.data._internal.stats import STATS_ACTOR_NAME, STATS_ACTOR_NAMESPACE
 
 import elastic_ddp as ed
 from elastic_ddp.data.files import list_files
-from elastic_ddp.driver.node_access import NodeAccess, probe_nodes
+from elastic_ddp.driver.node_access import probe_nodes
 from elastic_ddp.errors import ConfigError, ReplicasDifferError, TrainFunctionError, WorkersFailedError
 from elastic_ddp.storage.storage import Storage
 from elastic_ddp.telemetry import read_ledger
@@ -189,12 +190,13 @@ def test_each_node_reports_whether_it_sees_the_data_and_the_storage(calm: ed.Run
     here = ray.util.get_node_ip_address()
     nodes = {ray.get_runtime_context().get_node_id(): here, "0" * 56: "203.0.113.9"}  # the second has left
 
-    assert probe_nodes(nodes, storage, session, files) == [NodeAccess(here)]
-    (report,) = probe_nodes(nodes, storage, "another-session", [missing])
-    assert f"node {here} does not see storage=" in report.storage
-    assert f"node {here} cannot read {missing.path}: " in report.data
-    (late,) = probe_nodes(nodes, storage, session, files, timeout_s=0.0)
-    assert late == NodeAccess(here, has_answered=False)
+    probe = partial(probe_nodes, nodes, storage, timeout_s=120.0, note=print)
+    assert probe(session, files) == ({}, [])
+    problems, _ = probe("another-session", files)
+    assert f"node {here} does not see storage=" in str(problems[here])
+    problems, _ = probe(session, [missing])
+    assert f"node {here} cannot read {missing.path}: " in str(problems[here])
+    assert probe_nodes(nodes, storage, session, files, timeout_s=0.0, note=print) == ({}, [here])
     assert not [key for key in storage.list() if "writable" in key], "nothing is left behind"
 
 

@@ -19,8 +19,7 @@ from elastic_ddp.doctor import probe
 from elastic_ddp.doctor.checks import judge
 from elastic_ddp.doctor.examination import node_names
 from elastic_ddp.doctor.facts import Cluster, Reduced, Token
-from elastic_ddp.doctor.gather import find_token, gather, list_gpus
-from elastic_ddp.doctor.probe import Probe
+from elastic_ddp.doctor.probe import Probe, find_token, gather, list_gpus
 from elastic_ddp.errors import ConfigError
 from tests.ranks import run_ranks
 from tests.unit.doctor_facts import BAD, NAMES, cluster, with_node

@@ -79,9 +79,8 @@ def test_cuda_nccl_and_driver_are_compared_on_nodes_with_gpus(fact: str, value: 
     assert {each.verdict for each in judge(cluster(nodes=(*cluster().nodes[::2], without_gpu)))} == {"ok"}
 
 
-@pytest.mark.parametrize("driver_cuda", [12080, None])
-def test_a_driver_too_old_for_the_cuda_of_torch_fails(driver_cuda: int | None) -> None:
-    found = [each for each in judge(with_facts(driver="570.86.15", driver_cuda=driver_cuda)) if each.check == "driver"]
+def test_a_driver_too_old_for_the_cuda_of_torch_fails() -> None:
+    found = [each for each in judge(with_facts(driver="570.86.15", driver_cuda=12080)) if each.check == "driver"]
     assert [(each.verdict, each.node) for each in found] == [("fail", BAD)]
     assert "driver is 570.86.15, and torch is built for CUDA 13.0. Install driver R580 or newer" in found[0].text
 
@@ -162,13 +161,6 @@ def test_cpus_are_left_for_the_data_and_exist() -> None:
     assert few.verdict == "warn" and few.node == BAD and "CPU=1 for 1 worker" in few.text
     many = problem(with_node(resources={**RESOURCES, "CPU": 8.0}), "CPUs")
     assert many.verdict == "warn" and "--num-cpus=4" in many.text
-
-
-def test_a_node_with_more_than_half_of_the_gpus_is_named() -> None:
-    three, two = (judge(with_node(resources={**RESOURCES, "GPU": gpus})) for gpus in (3.0, 2.0))
-    [found] = [each for each in three if each.check == "mirrors"]
-    assert (found.verdict, found.node) == ("ok", BAD) and "it has 3 of 5 GPUs" in found.text
-    assert not [each for each in two if each.check == "mirrors"], "2 of 4 are half"
 
 
 @pytest.mark.parametrize(("size", "verdict"), [(64 << 20, "fail"), (1 << 30, "warn")])

@@ -14,7 +14,7 @@ from elastic_ddp import ElasticTrainer, RunConfig
 from elastic_ddp.config.environment import has_credential
 from elastic_ddp.data.files import list_files
 from elastic_ddp.driver import session as session_module
-from elastic_ddp.driver.gcs_watch import GcsWatch
+from elastic_ddp.driver.cluster_watch import GcsWatch
 from elastic_ddp.driver.session import Session
 from elastic_ddp.driver.start_checks import check_identity, check_runtime_env
 from elastic_ddp.errors import ConfigError

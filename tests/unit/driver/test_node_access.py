@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import pyarrow as pa
@@ -19,11 +20,11 @@ from elastic_ddp.data.files import DataFile, list_files
 from elastic_ddp.data.index import build_index
 from elastic_ddp.data.map_style import index_in_memory
 from elastic_ddp.driver import node_access
-from elastic_ddp.driver.node_access import NodeAccess, check_nodes, explain_access, nodes_for_workers, probe_nodes
+from elastic_ddp.driver.node_access import check_nodes, probe_nodes
 from elastic_ddp.errors import ConfigError, DataError
 from elastic_ddp.storage.storage import Storage
 
-HEAD, OTHER = "203.0.113.1", "203.0.113.2"
+HEAD, OTHER, THIRD = "203.0.113.1", "203.0.113.2", "203.0.113.3"
 
 
 def node(address: str, *, alive: bool = True, **resources: float) -> dict[str, Any]:
@@ -98,88 +99,95 @@ def test_one_file_of_each_folder_is_checked_unless_the_storage_holds_it(tmp_path
     assert files_to_check(index_in_memory([1, 2]), Storage(tmp_path / "runs/run")) == ()
 
 
-def test_only_live_nodes_with_room_for_a_worker_are_checked() -> None:
-    nodes = [node(HEAD), node("203.0.113.3", CPU=4.0), node("203.0.113.4", alive=False, CPU=4.0, GPU=1.0)]
-    nodes.append(node(OTHER, CPU=4.0, GPU=1.0))
-    assert nodes_for_workers(nodes, {"CPU": 1.0, "GPU": 1.0}) == {f"id of {OTHER}": OTHER}
-
-
-def test_the_error_names_every_node_without_access() -> None:
-    assert explain_access([NodeAccess(HEAD), NodeAccess(OTHER, has_answered=False)]) is None
-    text = explain_access(
-        [NodeAccess(HEAD, storage="node 1 does not see it."), NodeAccess(OTHER, "node 2 does not see it.", "No data.")]
-    )
-    assert text == f"node 1 does not see it. The same holds for {OTHER}. No data."
+Check = Callable[..., list[str]]
 
 
 @pytest.fixture
-def check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Checks the nodes of a driver on `HEAD`, of which others report this. Returns what it has printed."""
+def check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Check:
+    """Checks nodes for a driver on `HEAD`. The other nodes have these problems. Returns what the driver prints."""
     config = RunConfig(name="a", storage=str(tmp_path), steps=1, global_batch_size=1, micro_batch_size=1)
     monkeypatch.setattr(node_access.ray.util, "get_node_ip_address", lambda: HEAD)
-    context: Any = type("Context", (), {"runtime_env": {}})
-    monkeypatch.setattr(node_access.ray, "get_runtime_context", lambda: context)
+    monkeypatch.setattr(node_access.ray, "get_runtime_context", lambda: SimpleNamespace(runtime_env={}))
 
-    def check(nodes: list[dict[str, Any]], reports: list[NodeAccess], files: Sequence[DataFile] = ()) -> list[str]:
-        probed: list[str] = []
-
-        def probe(nodes: dict[str, str], *_: Any, **__: Any) -> list[NodeAccess]:
-            probed.extend(nodes.values())
-            return reports
+    def check(
+        *nodes: dict[str, Any],
+        problems: Mapping[str, Exception] = MappingProxyType({}),
+        late: Sequence[str] = (),
+        files: Sequence[DataFile] = (),
+    ) -> list[str]:
+        def probe(nodes: dict[str, str], *_: Any, **__: Any) -> Any:
+            assert set(nodes.values()) == {*problems, *late}
+            return problems, late
 
         monkeypatch.setattr(node_access, "probe_nodes", probe)
         printed: list[str] = []
         check_nodes(Storage(tmp_path), "today", files, printed.append, nodes=nodes, config=config)
-        assert probed == [report.node for report in reports]
         return printed
 
     return check
 
 
-def test_a_cluster_of_one_machine_is_not_checked(check: Any, tmp_path: Path) -> None:
-    assert check([node(HEAD, CPU=1.0), node(HEAD, CPU=2.0), node(OTHER, CPU=0.0)], []) == []
+def test_the_drivers_machine_dead_nodes_and_nodes_without_room_are_not_checked(check: Check, tmp_path: Path) -> None:
+    dead = node("203.0.113.4", alive=False, CPU=4.0)
+    assert check(node(HEAD, CPU=1.0), node(HEAD, CPU=2.0), node(OTHER, CPU=0.0), dead) == []
     check_storage(Storage(tmp_path), "today")  # by workers on nodes that join later
 
 
-def test_a_run_does_not_start_with_a_node_that_lacks_storage_or_data(check: Any) -> None:
-    nodes = [node(HEAD, CPU=1.0), node(OTHER, CPU=1.0)]
-    with pytest.raises(ConfigError, match="no storage"):
-        check(nodes, [NodeAccess(OTHER, storage="no storage")])
+def test_a_run_does_not_start_with_a_node_that_lacks_storage_or_data(check: Check) -> None:
+    nodes = [node(each, CPU=1.0) for each in (HEAD, OTHER, THIRD)]
+    with pytest.raises(ConfigError, match=rf"^node 2 does not see it\. The same holds for {THIRD}\.$"):
+        check(*nodes, problems={OTHER: ConfigError("node 2 does not see it."), THIRD: ConfigError("nor does node 3.")})
     with pytest.raises(DataError, match="no data"):
-        check(nodes, [NodeAccess(OTHER, data="no data")])
+        check(*nodes[:2], problems={OTHER: DataError("no data")})
 
 
-def test_data_in_rays_copy_of_the_working_directory_is_refused_on_several_nodes(check: Any) -> None:
+def test_data_in_rays_copy_of_the_working_directory_is_refused_on_several_nodes(check: Check) -> None:
     """Each node extracts the copy at another time, so its files would count as changed."""
     copied = DataFile(
         "/tmp/ray/session_1/runtime_resources/working_dir_files/_ray_pkg_1/data/a.parquet", 1, "mtime_ns=1"
     )
-    assert check([node(HEAD, CPU=1.0)], [], [copied]) == []
+    assert check(node(HEAD, CPU=1.0), files=[copied]) == []
     with pytest.raises(DataError, match=r"a\.parquet is in a copy of the working directory"):
-        check([node(HEAD, CPU=1.0), node(OTHER, CPU=1.0)], [], [copied])
+        check(node(HEAD, CPU=1.0), node(OTHER, CPU=1.0), files=[copied])
 
 
-def test_a_silent_node_is_noted_and_is_an_error_if_there_is_no_other(check: Any) -> None:
-    silent = [NodeAccess(OTHER, has_answered=False)]
-    (line,) = check([node(HEAD, CPU=1.0), node(OTHER, CPU=1.0)], silent)
+def test_a_silent_node_is_noted_and_is_an_error_if_there_is_no_other(check: Check) -> None:
+    (line,) = check(node(HEAD, CPU=1.0), node(OTHER, CPU=1.0), late=[OTHER])
     assert f"Ray started no process within 120 s on {OTHER}" in line
     with pytest.raises(ConfigError, match=f"no process .* {OTHER}.* Repair the node"):
-        check([node(HEAD, CPU=0.0), node(OTHER, CPU=1.0)], silent)
+        check(node(HEAD, CPU=0.0), node(OTHER, CPU=1.0), late=[OTHER])
 
 
-def test_a_driver_that_waits_for_nodes_prints_which(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_driver_that_waits_for_nodes_prints_which_and_collects_their_problems(
+    tmp_path: Path, files: list[DataFile], monkeypatch: pytest.MonkeyPatch
+) -> None:
     waits: list[float] = []
+    tasks: dict[str, tuple[Any, ...]] = {}
 
     def wait(references: list[str], num_returns: int, timeout: float) -> tuple[list[str], list[str]]:
         waits.append(timeout)
         return ([], references) if len(waits) == 1 else (references, [])
 
-    task = SimpleNamespace(options=lambda **_: SimpleNamespace(remote=lambda address, *_: address))
-    monkeypatch.setattr(node_access.ray, "remote", lambda _: task)
-    monkeypatch.setattr(node_access.ray, "wait", wait)
-    monkeypatch.setattr(node_access.ray, "get", NodeAccess)
+    def remote(task: Any) -> Any:
+        def start(address: str, *arguments: Any) -> str:
+            tasks[address] = (task, address, *arguments)
+            return address
+
+        return SimpleNamespace(options=lambda **_: SimpleNamespace(remote=start))
+
+    def get(reference: str) -> Any:
+        task, *arguments = tasks[reference]
+        return task(*arguments)
+
+    for name, fake in (("remote", remote), ("wait", wait), ("get", get)):
+        monkeypatch.setattr(node_access.ray, name, fake)
     printed: list[str] = []
-    nodes = {"0" * 56: OTHER}
-    assert probe_nodes(nodes, Storage(tmp_path), "today", [], note=printed.append) == [NodeAccess(OTHER)]
-    assert printed == [f"waiting up to 120 s for {OTHER} to check the access to data and storage"]
-    assert sum(waits) == 120.0
+    storage = Storage(tmp_path / "run")
+    announce(storage, "today")
+    gone = [replace(files[0], path=f"{files[0].path}.gone")]
+    for session, known, kind in (("today", files, None), ("another", files, ConfigError), ("today", gone, DataError)):
+        waits.clear()
+        problems, late = probe_nodes({"0" * 56: OTHER}, storage, session, known, timeout_s=120.0, note=printed.append)
+        assert [type(problem) for problem in problems.values()] == ([kind] if kind else []) and late == []
+        assert sum(waits) == 120.0
+    assert printed[0] == f"waiting up to 120 s for {OTHER} to check the access to data and storage"

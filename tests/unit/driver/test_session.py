@@ -15,8 +15,8 @@ import pytest
 import ray
 
 from elastic_ddp.driver import session as session_module
+from elastic_ddp.driver.cluster_watch import GcsWatch
 from elastic_ddp.driver.display import RunDisplay
-from elastic_ddp.driver.gcs_watch import GcsWatch
 from elastic_ddp.driver.session import Session
 from elastic_ddp.errors import ConfigError
 from elastic_ddp.rendezvous.event_log import EventLog
