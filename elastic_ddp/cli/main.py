@@ -26,10 +26,9 @@ from elastic_ddp.cli import checkpoints
 from elastic_ddp.cli.doctor import doctor
 from elastic_ddp.cli.events import events
 from elastic_ddp.cli.output import AsJson, console, print_json, print_plain, table
-from elastic_ddp.cli.phase_text import columns_of_ranks, describe_step
 from elastic_ddp.cli.profile import profile
 from elastic_ddp.cli.report import report
-from elastic_ddp.cli.run_summary import render
+from elastic_ddp.cli.run_summary import columns_of_ranks, describe_step, render
 from elastic_ddp.cli.runs import LiveRun, RecordedRun, RunLedger, get_run
 from elastic_ddp.cli.stacks import stacks
 from elastic_ddp.cli.submit import dead_drivers, logs, status_of, stop_submitted, submit

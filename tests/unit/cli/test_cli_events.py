@@ -17,7 +17,7 @@ from rich.console import Console
 
 from elastic_ddp.cli.runs import RunLedger
 from elastic_ddp.cli.terminal_curves import Timeline, sparkline
-from elastic_ddp.cli.watch_view import frame
+from elastic_ddp.cli.watch import frame
 from elastic_ddp.errors import ConfigError, StorageError
 from elastic_ddp.report.history import read_history
 from elastic_ddp.storage.lease import DriverLease
