@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import subprocess
 import sys
@@ -12,13 +13,20 @@ import pytest
 LIMIT_S = 300.0
 
 JOB = """
-import os, sys
+import sys
 import numpy as np, torch
 import elastic_ddp as ed
 
-WHERE = sys.argv[1]
+PAUSES = set(sys.argv[1:])
 rng = np.random.default_rng(0)
 DATA = {"x": rng.normal(size=(64, 8)).astype(np.float32), "y": rng.integers(0, 3, 64)}
+fails = False
+
+
+def pauses(place):
+    found = place in PAUSES
+    PAUSES.discard(place)
+    return found
 
 
 class Rows:
@@ -28,14 +36,13 @@ class Rows:
         return 64
 
     def __getitem__(self, row):
-        if WHERE == "__getitem__" and self.is_training:
-            Rows.is_training = False
+        if self.is_training and pauses("__getitem__"):
             breakpoint()
         return {"x": DATA["x"][row], "y": DATA["y"][row]}
 
 
 def transform(rows, rng):
-    if WHERE == "transform":
+    if pauses("transform"):
         breakpoint()
     return rows
 
@@ -53,90 +60,60 @@ def train(run):
             for batch in step.micro_batches():
                 step.backward(loss_fn(model, batch))
             step.optimize()
-        if WHERE == "train" and step.index == 2:
+        if step.index == 2 and pauses("train"):
             breakpoint()
-        if WHERE == "raise" and step.index == 1:
+        if fails:
             raise ValueError("bad luck")
     run.evaluate(loss_fn, Rows())
 
 
-CONFIG = {"name": "job", "storage": "runs", "steps": 6, "global_batch_size": 16, "micro_batch_size": 4}
+def trainer(name, data, **options):
+    settings = {"name": name, "storage": "runs", "steps": 6, "global_batch_size": 16, "micro_batch_size": 4}
+    return ed.ElasticTrainer(train, data, settings, **options)
 
 
 if __name__ == "__main__":
-    data, options = (DATA, {"transform": transform}) if WHERE == "transform" else (Rows(), {})
-    result = ed.ElasticTrainer(train, data, CONFIG, **options).fit()
-    print("RESULT", result.status, result.steps, result.weights_sha256, sorted(result.metrics), result.uri == "")
+    result = trainer("first", Rows()).fit()
+    print("RESULT", result.status, result.steps, result.weights_sha256, sorted(result.metrics))
+    fails = True
+    trainer("second", DATA, transform=transform).fit()
 """
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("debug")
-    (folder / "job.py").write_text(JOB)
-    return folder
-
-
-def run_debug(folder: Path, where: str, commands: str = "", **environment: str) -> str:
-    """Runs the job with --debug, with its input at a terminal that types `commands`. Returns its output."""
+@pytest.mark.slow
+def test_pdb_works_in_a_debugged_run_which_keeps_its_bits_raises_errors_as_they_are_and_saves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "debugged_job.py").write_text(JOB)
     terminal, of_process = os.openpty()
     process = subprocess.Popen(
-        [sys.executable, "-m", "elastic_ddp.cli.main", "run", "--debug", "job.py", where],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[3]), **environment},
+        [sys.executable, "-m", "elastic_ddp.cli.main", "run", "--debug", "debugged_job.py"]
+        + ["__getitem__", "train", "transform"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[3]), "TORCH_DISTRIBUTED_DEBUG": "DETAIL"},
         stdin=of_process,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
     )
     try:
-        os.write(terminal, commands.encode())
+        os.write(terminal, b"p sorted(locals())\nc\np step.index\nc\np len(rows['x'])\nc\n")
         output, _ = process.communicate(timeout=LIMIT_S)
     finally:
         process.kill()
         os.close(of_process)
         os.close(terminal)
-    return output
-
-
-def result_in(output: str) -> str:
-    return next((line for line in output.splitlines() if "RESULT" in line), output).partition("RESULT ")[2]
-
-
-@pytest.fixture(scope="module")
-def calm(folder: Path) -> str:
-    """The output of a run without a breakpoint."""
-    return run_debug(folder, "nowhere", TORCH_DISTRIBUTED_DEBUG="DETAIL")
-
-
-@pytest.mark.slow
-def test_a_debugged_run_finishes_with_its_metrics_and_saves_nothing(folder: Path, calm: str) -> None:
-    result = result_in(calm)
-    assert result.startswith("finished 6 ") and result.endswith(" ['validation_loss'] True"), calm
-    assert not [path for path in folder.glob("runs/**/*") if path.is_file()]
-
-
-@pytest.mark.slow
-def test_torch_s_debug_level_detail_acts_as_info_with_a_warning(calm: str) -> None:
-    """With DETAIL, torch 2.13 crashes in DDP's logger on gloo."""
-    assert "TORCH_DISTRIBUTED_DEBUG=DETAIL acts as INFO" in calm
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("where", "value", "printed"),
-    [("train", "step.index", "2"), ("__getitem__", "sorted(locals())", "['row', 'self']")],
-)
-def test_pdb_prints_a_variable_at_a_breakpoint_and_the_run_keeps_its_bits(
-    folder: Path, calm: str, where: str, value: str, printed: str
-) -> None:
-    output = run_debug(folder, where, f"p {value}\nc\n")
-    assert f"(Pdb) {printed}\n" in output
-    assert result_in(output) == result_in(calm)
-
-
-@pytest.mark.slow
-def test_pdb_works_in_a_transform_and_an_error_of_the_training_function_is_raised_as_it_is(folder: Path) -> None:
-    output = run_debug(folder, "transform", "p len(rows['x'])\n!globals().update(WHERE='raise')\nc\n")
-    assert "(Pdb) 4\n" in output
+    for printed in ("['row', 'self']", "2", "4"):
+        assert f"(Pdb) {printed}\n" in output, output
     assert output.rstrip().endswith("ValueError: bad luck") and "TrainFunctionError" not in output
+    # With DETAIL, torch 2.13 crashes in DDP's logger on gloo.
+    assert "TORCH_DISTRIBUTED_DEBUG=DETAIL acts as INFO" in output
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["job"])
+    monkeypatch.syspath_prepend(tmp_path)
+    job = importlib.import_module("debugged_job")
+    calm = job.trainer("first", job.Rows()).debug()
+    assert (calm.status, calm.steps, calm.uri) == ("finished", 6, "")
+    assert f"RESULT finished 6 {calm.weights_sha256} ['validation_loss']" in output
+    assert not [path for path in tmp_path.glob("runs/**/*") if path.is_file()]
