@@ -45,42 +45,9 @@ def actions(name: str) -> set[str]:
     return {action for statement in statements(name) for action in listed(statement["Action"])}
 
 
-@pytest.fixture
-def aws(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    for variable in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
-        monkeypatch.setenv(variable, "testing")
-    for variable in ("AWS_PROFILE", "AWS_ENDPOINT_URL"):
-        monkeypatch.delenv(variable, raising=False)
-    monkeypatch.setenv("AWS_DEFAULT_REGION", CONFIG["provider"]["region"])
-    monkeypatch.setenv("HOME", str(tmp_path))  # Ray stores the key there
-    monkeypatch.setenv("MOTO_EC2_LOAD_DEFAULT_AMIS", "false")  # they take seconds
-    caches = (client_cache, resource_cache)
-    for cache in caches:
-        cache.cache_clear()
-    with mock_aws():
-        yield
-    for cache in caches:
-        cache.cache_clear()
-
-
-@pytest.fixture
-def bootstrapped(aws: None, calls: set[str]) -> dict[str, Any]:
-    """What `ray up` makes of cluster.yaml before it starts instances, with what it names."""
-    call_iam_as_in_the_guide()
-    ec2 = boto3.client("ec2")
-    group = ec2.create_security_group(GroupName="elastic-ddp", Description="elastic-ddp")["GroupId"]
-    image = ec2.register_image(Name="image")["ImageId"]  # moto cannot resolve ssm
-    calls.clear()
-    config = copy.deepcopy(CONFIG)
-    for node_type in config["available_node_types"].values():
-        node_type["node_config"].update(SecurityGroupIds=[group], ImageId=image)
-    result: dict[str, Any] = bootstrap_aws(prepare_config(config))
-    return result
-
-
-@pytest.fixture
-def calls(aws: None, monkeypatch: pytest.MonkeyPatch) -> set[str]:
-    """The API calls so far, as IAM names them."""
+@pytest.fixture(scope="module")
+def calls(tmp_path_factory: pytest.TempPathFactory) -> Iterator[set[str]]:
+    """The API calls so far on a fake of AWS, as IAM names them."""
     made: set[str] = set()
     prepare = AWSPreparedRequest.__init__
 
@@ -90,38 +57,63 @@ def calls(aws: None, monkeypatch: pytest.MonkeyPatch) -> set[str]:
         action = re.search(r"Action=(\w+)", body if isinstance(body, str) else body.decode())
         made.add(f"{host.split('.')[0]}:{action[1] if action else request.method}")
 
-    monkeypatch.setattr(AWSPreparedRequest, "__init__", note)
-    return made
+    environment = {
+        **dict.fromkeys(("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"), "testing"),
+        "AWS_DEFAULT_REGION": CONFIG["provider"]["region"],
+        "HOME": str(tmp_path_factory.mktemp("home")),  # Ray stores the key there
+        "MOTO_EC2_LOAD_DEFAULT_AMIS": "false",  # they take seconds
+    }
+    caches = (client_cache, resource_cache)
+    for cache in caches:
+        cache.cache_clear()
+    with pytest.MonkeyPatch.context() as patch:
+        for variable, value in environment.items():
+            patch.setenv(variable, value)
+        for variable in ("AWS_PROFILE", "AWS_ENDPOINT_URL"):
+            patch.delenv(variable, raising=False)
+        patch.setattr(AWSPreparedRequest, "__init__", note)
+        with mock_aws():
+            yield made
+    for cache in caches:
+        cache.cache_clear()
 
 
-def tags() -> dict[str, str]:
-    return {TAG_RAY_NODE_KIND: NODE_KIND_WORKER, TAG_RAY_NODE_NAME: "worker"}
+@pytest.fixture(scope="module")
+def bootstrapped(calls: set[str]) -> dict[str, Any]:
+    """What `ray up` makes of cluster.yaml before it starts instances, with what it names."""
+    call_iam_as_in_the_guide()
+    ec2 = boto3.client("ec2")
+    group = ec2.create_security_group(GroupName="elastic-ddp", Description="elastic-ddp")["GroupId"]
+    image = ec2.register_image(Name="image")["ImageId"]  # moto cannot resolve ssm
+    calls.clear()
+    config = copy.deepcopy(CONFIG)
+    for node_type in config["available_node_types"].values():
+        node_type["node_config"].update(SecurityGroupIds=[group], ImageId=image)
+    return dict(bootstrap_aws(prepare_config(config)))
 
 
 def use(config: dict[str, Any], node_type: str) -> None:
     """Starts, lists, tags and terminates an instance, as Ray's autoscaler does."""
+    tags = {TAG_RAY_NODE_KIND: NODE_KIND_WORKER, TAG_RAY_NODE_NAME: "worker"}
     provider = AWSNodeProvider(config["provider"], config["cluster_name"])
-    [node] = provider.create_node(copy.deepcopy(config["available_node_types"][node_type]["node_config"]), tags(), 1)
+    [node] = provider.create_node(copy.deepcopy(config["available_node_types"][node_type]["node_config"]), tags, 1)
     assert provider.non_terminated_nodes({}) == [node]
     provider.set_node_tags(node, {"ray-node-status": "up-to-date"})
     provider.terminate_node(node)
     assert provider.non_terminated_nodes({}) == []
 
 
-@pytest.mark.parametrize("node_type", ["gpu-spot", "gpu-on-demand"])
-def test_the_head_may_make_each_call_of_rays_autoscaler(
-    node_type: str, bootstrapped: dict[str, Any], calls: set[str]
+def test_launcher_and_head_may_make_each_call_of_ray_up_and_of_rays_autoscaler(
+    bootstrapped: dict[str, Any], calls: set[str]
 ) -> None:
-    calls.clear()
-    use(bootstrapped, node_type)
-    assert {"ec2:RunInstances", "ec2:DescribeInstances", "ec2:CreateTags", "ec2:TerminateInstances"} <= calls
-    assert calls <= actions("head.json")
-
-
-def test_the_launcher_may_make_each_call_of_ray_up(bootstrapped: dict[str, Any], calls: set[str]) -> None:
     use(bootstrapped, "head")
     assert {"ec2:CreateKeyPair", "ec2:DescribeSubnets"} <= calls
     assert calls <= actions("launcher.json")
+    calls.clear()
+    for node_type in ("gpu-spot", "gpu-on-demand"):
+        use(bootstrapped, node_type)
+    assert {"ec2:RunInstances", "ec2:DescribeInstances", "ec2:CreateTags", "ec2:TerminateInstances"} <= calls
+    assert calls <= actions("head.json")
 
 
 def test_nodes_may_start_in_every_zone(bootstrapped: dict[str, Any]) -> None:
@@ -200,8 +192,7 @@ def test_the_image_is_one_that_the_policies_allow_to_look_up() -> None:
         assert fnmatchcase(arn, allowed)
 
 
-def test_the_iam_commands_of_the_guide_make_both_instance_profiles(aws: None) -> None:
-    call_iam_as_in_the_guide()
+def test_the_iam_commands_of_the_guide_make_both_instance_profiles(bootstrapped: dict[str, Any]) -> None:
     iam = boto3.client("iam")
     for name, policies in (("elastic-ddp-worker", {"storage"}), ("elastic-ddp-head", {"storage", "head"})):
         [role] = iam.get_instance_profile(InstanceProfileName=name)["InstanceProfile"]["Roles"]
