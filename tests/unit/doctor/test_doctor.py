@@ -27,11 +27,11 @@ from tests.unit.doctor_facts import BAD, NAMES, cluster, with_node
 CPU = torch.device("cpu")
 
 
-def all_reduce(group: ProcessGroup, breaks: bool) -> Reduced:
-    """Uses the store of a group that is closed first. With `breaks`, one value of rank 1's sum is wrong."""
+def all_reduce(group: ProcessGroup) -> Reduced:
+    """Uses the store of a group that is closed first. One value of rank 1's sum is wrong."""
     group.barrier()
     group.close(intact=True)
-    if breaks and group.rank == 1:
+    if group.rank == 1:
         right = dist.all_reduce
         dist.all_reduce = lambda tensor: (right(tensor), tensor[-1:].add_(1))
     node = Probe("127.0.0.1")
@@ -39,13 +39,11 @@ def all_reduce(group: ProcessGroup, breaks: bool) -> Reduced:
     return node.all_reduce(CPU, group.rank, group.world_size, generation=2)
 
 
-def test_nodes_form_a_group_and_add_up_what_they_have() -> None:
-    assert run_ranks(3, all_reduce, False) == [Reduced(smallest=6.0, largest=6.0)] * 3
-
-
-def test_an_all_reduce_that_is_broken_on_one_rank_fails_there() -> None:
-    results = dict(zip(NAMES, run_ranks(2, all_reduce, True), strict=False))
-    found = judge(cluster(groups={"gloo": results, "nccl": cluster().groups["nccl"]}))
+def test_nodes_form_a_group_and_a_wrong_value_of_one_rank_fails_there() -> None:
+    results = run_ranks(2, all_reduce)
+    assert results == [Reduced(smallest=3.0, largest=3.0), Reduced(smallest=3.0, largest=4.0)]
+    gloo = dict(zip(NAMES, results, strict=False))
+    found = judge(cluster(groups={"gloo": gloo, "nccl": cluster().groups["nccl"]}))
     assert [(each.check, each.node) for each in found if each.verdict == "fail"] == [("gloo", BAD)]
 
 
@@ -94,7 +92,7 @@ def nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     return install
 
 
-def test_gpus_are_listed_by_nvidia_smi(nvidia_smi: Any) -> None:
+def test_visible_gpus_are_listed_by_nvidia_smi(nvidia_smi: Any) -> None:
     nvidia_smi("echo 'NVIDIA L4, 4, 23034, 580.95.05'", "echo 'NVIDIA L4, [N/A], 23034, 580.95.05'", 'echo "$@" >&2')
     gpus, driver, error = list_gpus({})
     assert [(gpu.index, gpu.model, gpu.used_mib, gpu.total_mib) for gpu in gpus] == [
@@ -102,9 +100,6 @@ def test_gpus_are_listed_by_nvidia_smi(nvidia_smi: Any) -> None:
         (1, "NVIDIA L4", 0, 23034),
     ]
     assert (driver, error) == ("580.95.05", None)
-
-
-def test_only_visible_gpus_are_listed(nvidia_smi: Any) -> None:
     nvidia_smi('case "$*" in *--id=1*) echo "NVIDIA L4, 4, 23034, 580.95.05";; *) exit 1;; esac')
     assert len(list_gpus({"CUDA_VISIBLE_DEVICES": "1"})[0]) == 1
     assert list_gpus({})[0] == ()
@@ -136,20 +131,18 @@ def doctor(monkeypatch: pytest.MonkeyPatch) -> Any:
     return run
 
 
-def test_a_password_in_the_address_of_the_data_is_refused_and_not_printed(doctor: Any) -> None:
+def test_addresses_that_cannot_be_used_are_refused_and_a_password_is_not_printed(doctor: Any) -> None:
     done = doctor(cluster(), "--json", "--data", "sftp://user:hunter2@host/train/")
     assert done.exit_code == 1 and isinstance(done.exception, ConfigError)
     assert "hunter2" not in done.output + str(done.exception)
+    assert "did you mean s3://bucket?" in str(doctor(cluster(), "--storage", "s3:/bucket").exception)
 
 
-def test_the_command_prints_a_table_and_succeeds_without_a_failure(doctor: Any) -> None:
+def test_the_command_prints_a_table_and_exits_with_1_if_a_check_fails_not_for_a_warning(doctor: Any) -> None:
     done = doctor(cluster())
     assert done.exit_code == 0
     assert re.search(r"^nodes +all +ok +3 in Ray", done.stdout, re.MULTILINE)
     assert done.stdout.endswith("14 ok, 0 warnings, 0 failures\n")
-
-
-def test_the_exit_status_is_1_if_a_check_fails_and_not_for_a_warning(doctor: Any) -> None:
     failed = doctor(with_node(data_problem="cannot read part-0.parquet"))
     assert failed.exit_code == 1
     assert re.search(rf"^data +{BAD} +fail +cannot read part-0", failed.stdout, re.MULTILINE)
@@ -161,11 +154,6 @@ def test_json_has_the_findings_and_the_facts(doctor: Any) -> None:
     done = doctor(with_node(facts=None, problem="died"), "--json")
     printed = json.loads(done.stdout)
     assert done.exit_code == 1
-    assert {"check": "nodes", "verdict": "fail", "node": BAD} in [
-        {key: each[key] for key in ("check", "verdict", "node")} for each in printed["findings"]
-    ]
+    [failed] = [each for each in printed["findings"] if each["verdict"] == "fail"]
+    assert (failed["check"], failed["node"]) == ("nodes", BAD)
     assert printed["facts"]["nodes"][0]["facts"]["cuda"] == "13.0"
-
-
-def test_a_storage_that_is_no_address_is_refused(doctor: Any) -> None:
-    assert "did you mean s3://bucket?" in str(doctor(cluster(), "--storage", "s3:/bucket").exception)
