@@ -5,9 +5,9 @@ from __future__ import annotations
 import itertools
 import json
 import re
-import socket
 import subprocess
 import sys
+from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import asdict
 from importlib.metadata import version
@@ -108,11 +108,18 @@ class FakeTrainer:
         return Result
 
 
-def test_show_prints_the_facts_and_the_generations_of_a_run(tmp_path: Path) -> None:
+def test_show_prints_a_run_also_as_json_that_a_program_can_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     ledger_of_a_run(tmp_path)
-    shown = invoke("show", str(tmp_path)).output
+    status, shown, err = main(monkeypatch, capsys, "show", str(tmp_path))
+    assert (status, err) == (0, "")
     for fact in ("lm", "finished", "40", "160", "generations", "start", "ended"):
         assert fact in shown
+    summary = json.loads(invoke("show", str(tmp_path), "--json").stdout)
+    assert (summary["name"], summary["status"], summary["steps"], summary["samples"]) == ("lm", "finished", 40, 160)
+    assert (summary["weights_sha256"], summary["storage"]) == (HASH, str(tmp_path))
+    assert summary["generations"][0]["world_size"] == 3
 
 
 def test_show_of_a_stopped_run_has_its_total_steps(tmp_path: Path) -> None:
@@ -127,15 +134,6 @@ def test_show_of_a_stopped_run_has_its_total_steps(tmp_path: Path) -> None:
     )
     shown = invoke("show", str(tmp_path / "runs" / "lm")).output
     assert "50 of 2,000" in shown and "the run was stopped" in shown
-
-
-def test_show_prints_json_that_a_program_can_read(tmp_path: Path) -> None:
-    ledger_of_a_run(tmp_path)
-    summary = json.loads(invoke("show", str(tmp_path), "--json").stdout)
-    assert (summary["name"], summary["status"], summary["steps"], summary["samples"]) == ("lm", "finished", 40, 160)
-    assert summary["weights_sha256"] == HASH
-    assert summary["generations"][0]["world_size"] == 3
-    assert summary["storage"] == str(tmp_path)
 
 
 def test_show_of_a_live_run_has_the_status_running(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,30 +158,20 @@ def test_version_prints_the_version(monkeypatch: pytest.MonkeyPatch, capsys: pyt
     assert main(monkeypatch, capsys, "--version") == (0, f"elastic_ddp {version('elastic_ddp')}\n", "")
 
 
-def test_show_of_a_folder_without_a_run_is_refused_and_creates_nothing(tmp_path: Path) -> None:
+def test_the_error_of_a_folder_without_a_run_is_one_line_with_exit_status_1_and_nothing_is_created(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder = tmp_path / "nothing"
-    with pytest.raises(ConfigError) as caught:
-        invoke("show", str(folder))
-    assert str(caught.value).startswith(f"{folder}: ") and "<storage>/<name>" in str(caught.value)
+    status, out, err = main(monkeypatch, capsys, "show", str(folder))
+    assert (status, out) == (1, "")
+    assert err.startswith(f"error: {folder}: ") and "<storage>/<name>" in err and err.count("\n") == 1
     assert not folder.exists()
 
 
-def test_an_error_is_printed_in_one_line_and_the_exit_status_is_1(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    status, out, err = main(monkeypatch, capsys, "show", str(tmp_path))
-    assert (status, out) == (1, "")
-    assert err.startswith(f"error: {tmp_path}: ") and err.count("\n") == 1
-
-
-@pytest.mark.parametrize("address", ["127.0.0.1:{port}", "[::1]:{port}", "127.0.0.1:70000", "no-such-host.invalid:1"])
-def test_an_address_at_which_no_cluster_responds_is_in_the_error(monkeypatch: pytest.MonkeyPatch, address: str) -> None:
-    with socket.socket() as bound:  # but not listening
-        bound.bind(("127.0.0.1", 0))
-        address = address.format(port=bound.getsockname()[1])
-        monkeypatch.setenv("RAY_ADDRESS", address)
-        with pytest.raises(ConfigError, match=f"no Ray cluster responds at {re.escape(address)}.*RAY_ADDRESS"):
-            invoke("status")
+def test_an_address_at_which_no_cluster_responds_is_in_the_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:70000")
+    with pytest.raises(ConfigError, match=r"no Ray cluster responds at 127\.0\.0\.1:70000.*RAY_ADDRESS"):
+        invoke("status")
 
 
 def test_status_of_a_run_whose_driver_was_killed_explains_how_to_resume(
@@ -241,13 +229,18 @@ LONG_STATUS: dict[str, Any] = {
 }
 
 
+def live(monkeypatch: pytest.MonkeyPatch, status: Mapping[str, Any]) -> None:
+    """Makes `lm` the only live run, with this status."""
+    run = SimpleNamespace(status=lambda: status)
+    monkeypatch.setattr("elastic_ddp.driver.run_handle.live_runs", lambda: ["lm"])
+    monkeypatch.setattr("elastic_ddp.driver.run_handle.get_run", {"lm": run}.__getitem__)
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(gcs_address="10.0.0.9:6379"))
+
+
 @pytest.mark.parametrize("arguments", [["status"], ["status", "lm"]])
 def test_status_fits_80_columns_with_long_values(monkeypatch: pytest.MonkeyPatch, arguments: list[str]) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    monkeypatch.setattr("elastic_ddp.driver.run_handle.live_runs", lambda: ["lm"])
-    run = SimpleNamespace(status=lambda: LONG_STATUS)
-    monkeypatch.setattr("elastic_ddp.driver.run_handle.get_run", {"lm": run}.__getitem__)
-    monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(gcs_address="10.0.0.9:6379"))
+    live(monkeypatch, LONG_STATUS)
     text = invoke(*arguments).output
     assert all(len(line) <= 80 for line in text.splitlines()) and "…" not in text
     for fact in (
@@ -264,23 +257,14 @@ def test_status_fits_80_columns_with_long_values(monkeypatch: pytest.MonkeyPatch
         assert "eeee" in text, "a drained node is shown after its workers have left"
 
 
-STARTING = {
-    "state": "starting",
-    "members": [],
-    "standbys": [],
-    "waiting_for": "waiting for resources: in use by run 'gpt' (CPU=4).",
-}
-
-
 def test_status_of_a_run_that_is_starting_has_no_numbers_yet(monkeypatch: pytest.MonkeyPatch) -> None:
     numbers = ("step", "loss", "steps_per_s", "generation", "world_size", "last_commit", "phases", "bottleneck")
-    unknown = dict.fromkeys(numbers)
-    run = SimpleNamespace(status=lambda: LONG_STATUS | unknown | STARTING)
-    monkeypatch.setattr("elastic_ddp.driver.run_handle.get_run", {"lm": run}.__getitem__)
-    monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(gcs_address="10.0.0.9:6379"))
+    starting = {"state": "starting", "members": [], "standbys": [], "driver": {"job": "train-1"}}
+    waiting = {"waiting_for": "waiting for resources: in use by run 'gpt' (CPU=4)."}
+    live(monkeypatch, LONG_STATUS | dict.fromkeys(numbers) | starting | waiting)
     text = invoke("status", "lm").output
     assert "starting" in text and "step - of 100,000,000" in text and "0 workers" in text
-    assert "in use by run 'gpt'" in " ".join(text.split())
+    assert "in use by run 'gpt'" in " ".join(text.split()) and "submitted as job train-1" in text
 
 
 def test_show_fits_80_columns_with_long_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -311,19 +295,11 @@ def test_show_fits_80_columns_with_long_values(tmp_path: Path, monkeypatch: pyte
 @pytest.mark.parametrize(
     ("command", "call", "printed"),
     [
-        (
-            ["resize", "lm", "1"],
-            ("resize", 1),
-            "run lm: 1 worker requested",
-        ),
+        (["resize", "lm", "1"], ("resize", 1), "run lm: 1 worker requested"),
         (["checkpoint", "lm"], ("checkpoint",), "run lm: committed step 40"),
         (["stop", "lm"], ("stop",), "run lm: stopping"),
-        (
-            ["drain", "lm", "10.0.0.1", "--deadline-s", "9"],
-            ("drain", "10.0.0.1", 9.0),
-            "run lm: 1 worker left 10.0.0.1",
-        ),
-        (["undrain", "lm", "10.0.0.1"], ("undrain", "10.0.0.1"), "run lm: workers may start on 10.0.0.1 again"),
+        (["drain", "lm", "a", "--deadline-s", "9"], ("drain", "a", 9.0), "run lm: 1 worker left a"),
+        (["undrain", "lm", "a"], ("undrain", "a"), "run lm: workers may start on a again"),
     ],
     ids=lambda value: value[0],
 )
@@ -342,15 +318,6 @@ def test_commands_for_a_live_run_call_its_handle(
     monkeypatch.setattr("elastic_ddp.driver.run_handle.get_run", {"lm": run}.__getitem__)
     assert invoke(*command).output.startswith(printed)
     assert calls == [call]
-
-
-def test_a_command_that_succeeds_exits_with_status_0(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    ledger_of_a_run(tmp_path)
-    status, out, err = main(monkeypatch, capsys, "show", str(tmp_path))
-    assert (status, err) == (0, "")
-    assert "finished" in out
 
 
 def test_a_command_for_a_live_run_tells_how_the_run_has_ended(tmp_path: Path) -> None:
@@ -380,7 +347,7 @@ def test_a_function_of_an_installed_module_is_loaded_by_its_name(job: Path, monk
     monkeypatch.setattr(trainer, "ElasticTrainer", FakeTrainer)
     job.write_text(SETTINGS + JOB.replace("job.py:train", "json:dumps"))
     invoke("run", str(job))
-    assert FakeTrainer.made["train"] is json.dumps
+    assert FakeTrainer.made["train"] is json.dumps and "transform" not in FakeTrainer.made
 
 
 CALLS_WHAT_IT_READS = "import pickle, sys; print(pickle.load(sys.stdin.buffer)(3))"
@@ -411,79 +378,30 @@ def test_a_job_with_the_name_of_an_installed_module_is_loaded_from_its_folder(
     assert sys.modules["json"] is json
 
 
-def test_arguments_after_a_script_are_passed_to_it(tmp_path: Path) -> None:
-    (tmp_path / "script.py").write_text("import sys\nprint(sys.argv[1:])\n")
-    assert invoke("run", str(tmp_path / "script.py"), "--help", "-x", "1").output == "['--help', '-x', '1']\n"
-
-
-def test_run_needs_no_transform(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trainer, "ElasticTrainer", FakeTrainer)
-    invoke("run", str(job))
-    assert "transform" not in FakeTrainer.made
-
-
 @pytest.mark.parametrize(
-    ("table", "held"),
+    ("table", "message"),
     [
-        ('[job]\ntrain = "job.py:train"', "['train']"),
-        ('[job]\ntrain = "job.py:train"\ndata = "data/"\nmodel = "gpt"', "['data', 'model', 'train']"),
+        ("", r"the \[job\] table has the keys \[\]\. It needs train and data.*train = "),
+        ('[job]\ntrain = "job.py:train"', r"the \[job\] table has the keys \['train'\]"),
+        (JOB + 'model = "gpt"', r"the \[job\] table has the keys \['data', 'model', 'train'\]"),
+        (JOB.replace('"job.py:train"', "3"), "3 does not name a function. Use module:function or file.py:function."),
+        (JOB.replace("job.py:train", "train"), "'train' does not name a function"),
+        (JOB.replace("job.py", "nowhere.py"), "cannot be loaded: FileNotFoundError: .*No such file.*/nowhere.py'"),
+        (JOB.replace("py:train", "py:lost"), "cannot be loaded: AttributeError: module 'job' has no attribute 'lost'"),
     ],
-    ids=["data-missing", "unknown-key"],
+    ids=str,
 )
-def test_a_job_table_with_other_keys_is_refused(job: Path, table: str, held: str) -> None:
+def test_a_job_table_that_cannot_be_used_is_refused(job: Path, table: str, message: str) -> None:
     job.write_text(SETTINGS + table)
-    with pytest.raises(ConfigError) as caught:
-        invoke("run", str(job))
-    message = str(caught.value)
-    assert message.startswith(f"{job}: ") and held in message and "train and data" in message
-
-
-@pytest.mark.parametrize(
-    ("reference", "message"),
-    [
-        ("train", "'train' does not name a function. Use module:function or file.py:function."),
-        (
-            "nowhere.py:train",
-            "'nowhere.py:train' cannot be loaded: FileNotFoundError: [Errno 2] No such file or directory: "
-            "'{folder}/nowhere.py'",
-        ),
-        (
-            "job.py:missing",
-            "'job.py:missing' cannot be loaded: AttributeError: module 'job' has no attribute 'missing'",
-        ),
-    ],
-)
-def test_a_function_that_cannot_be_loaded_is_refused(job: Path, reference: str, message: str) -> None:
-    job.write_text(SETTINGS + JOB.replace("job.py:train", reference))
-    with pytest.raises(ConfigError) as caught:
-        invoke("run", str(job))
-    assert str(caught.value) == f"{job}: {message}".replace("{folder}", str(job.parent))
-
-
-def test_a_job_without_a_table_or_with_a_number_for_a_function_is_refused(job: Path) -> None:
-    job.write_text(SETTINGS)
-    with pytest.raises(ConfigError, match=r"the \[job\] table has the keys \[\].*train = "):
-        invoke("run", str(job))
-    job.write_text(SETTINGS + '[job]\ntrain = 3\ndata = "data/"')
-    with pytest.raises(ConfigError, match=r"3 does not name a function.*module:function or file.py:function"):
+    with pytest.raises(ConfigError, match=f"^{job}: .*{message}"):
         invoke("run", str(job))
 
 
-def test_an_unknown_setting_is_refused(job: Path) -> None:
-    job.write_text(SETTINGS.replace("steps = 10", "stepz = 10") + JOB)
-    with pytest.raises(ConfigError, match=r"stepz=10: .*did you mean steps"):
-        invoke("run", str(job))
-
-
-def test_arguments_after_a_toml_file_are_refused(job: Path) -> None:
-    with pytest.raises(ConfigError) as caught:
+def test_arguments_after_a_toml_file_and_a_missing_file_are_refused(job: Path) -> None:
+    with pytest.raises(ConfigError, match=rf"^--steps 5: .*{job}"):
         invoke("run", str(job), "--steps", "5")
-    assert str(caught.value).startswith("--steps 5: ") and str(job) in str(caught.value)
-
-
-def test_a_missing_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"missing\.toml: no such file"):
-        invoke("run", str(tmp_path / "missing.toml"))
+        invoke("run", str(job.parent / "missing.toml"))
 
 
 def test_a_script_runs_as_the_main_program_and_can_import_its_neighbours(
@@ -495,8 +413,8 @@ def test_a_script_runs_as_the_main_program_and_can_import_its_neighbours(
         f"Path({str(seen)!r}).write_text(json.dumps([__name__, sys.argv, job.number]))\n"
     )
     monkeypatch.setattr(sys, "argv", ["elastic-ddp"])
-    invoke("run", str(script), "--workers", "1:2", "extra", "-v")
-    assert json.loads(seen.read_text()) == ["__main__", [str(script), "--workers", "1:2", "extra", "-v"], 3]
+    invoke("run", str(script), "--help", "1:2", "-v")
+    assert json.loads(seen.read_text()) == ["__main__", [str(script), "--help", "1:2", "-v"], 3]
 
 
 RAY_LOGS_IN_EACH_JSON_COMMAND = """

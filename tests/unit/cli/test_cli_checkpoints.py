@@ -7,9 +7,8 @@ import os
 import pickle
 import re
 import resource
-from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Iterator
-from contextlib import closing, contextmanager, nullcontext
+from collections import Counter, OrderedDict
+from contextlib import closing, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -40,6 +39,17 @@ def commits(tmp_path: Path) -> list[Commit]:
     return save_commits(tmp_path / "lm")
 
 
+def words(result: Any) -> str:
+    """What a command prints, whose long lines wrap."""
+    return " ".join(result.stdout.split())
+
+
+def save(tmp_path: Path, weights: Any, **record: Any) -> None:
+    """Makes a run with one commit, of step 7."""
+    store = SingleRankStore(Storage(tmp_path / "lm").at(COMMITS), keep=1)
+    store.save({"model": weights}, step=7, record=record)
+
+
 def test_ls_lists_commits_with_their_errors(tmp_path: Path, commits: list[Commit]) -> None:
     storage, run = Storage(tmp_path / "lm").at(COMMITS), str(tmp_path / "lm")
     corrupt(storage, commits[1].objects[0].key, "missing")
@@ -48,12 +58,8 @@ def test_ls_lists_commits_with_their_errors(tmp_path: Path, commits: list[Commit
     assert [row["error"] is None for row in rows] == [True, False, True]
     assert rows[0]["samples"] == 40 and rows[0]["bytes"] == commits[2].num_bytes
     assert rows[0]["metrics"] == {"validation": 0.75} and rows[1]["metrics"] is None
-    text = invoke("ls", run).stdout
-    assert (
-        "validation 0.75" in text
-        and "complete" in text
-        and f"{commits[1].objects[0].key} is missing" in " ".join(text.split())
-    )
+    text = words(invoke("ls", run))
+    assert "validation 0.75" in text and "complete" in text and f"{commits[1].objects[0].key} is missing" in text
     with pytest.raises(ConfigError, match=r"other: there are no commits .*<storage>/<name>"):
         invoke("ls", str(tmp_path / "other"))
 
@@ -72,8 +78,7 @@ def test_a_commit_that_cannot_be_read_is_listed_and_the_others_are_checked(
     rows = json.loads(invoke("ls", str(tmp_path / "lm"), "--json").stdout)
     assert {row["step"]: row["error"] is None for row in rows} == {10: True, 20: True, 30: False}
     result = CliRunner().invoke(main.app, ["checkpoints", "verify", str(tmp_path / "lm")])
-    text = " ".join(result.stdout.split())  # long lines wrap
-    bad = ["no rights" in report for report in re.split(r"\bstep (?=\d)", text)[1:]]
+    bad = ["no rights" in report for report in re.split(r"\bstep (?=\d)", words(result))[1:]]
     assert result.exit_code == 1 and bad == [True, True, False]
 
 
@@ -93,20 +98,13 @@ def test_tables_fit_80_columns_with_long_values(tmp_path: Path, monkeypatch: pyt
     assert all(len(line) <= 80 for line in lines) and "…" not in "".join(lines)
 
 
-def test_control_characters_in_a_manifest_are_not_printed(tmp_path: Path) -> None:
-    store = SingleRankStore(Storage(tmp_path / "lm").at(COMMITS), keep=9)
-    record = {"metrics": {"\x1b]0;a title\x07\x1b[2Jloss": {"value": 5.5, "step": 200}}}
-    store.save(make_state(200), step=200, record=record)
+def test_ls_prints_the_step_of_a_metric_that_is_older_than_its_commit_and_no_control_characters(tmp_path: Path) -> None:
+    measured = {"\x1b]0;a title\x07\x1b[2Jloss": {"value": 5.5, "step": 0}}
+    save(tmp_path, {}, metrics=measured)
     text = invoke("ls", str(tmp_path / "lm")).stdout
-    assert "loss 5.5" in text and text.replace("\n", "").isprintable()
-
-
-def test_ls_prints_the_step_of_a_metric_that_is_older_than_its_commit(tmp_path: Path) -> None:
-    store, of_before = SingleRankStore(Storage(tmp_path / "lm").at(COMMITS), keep=9), {"value": 5.5, "step": 0}
-    store.save(make_state(200), step=200, record={"metrics": {"validation": of_before}})
-    assert "validation 5.5 (step 0)" in invoke("ls", str(tmp_path / "lm")).stdout
+    assert "loss 5.5 (step 0)" in text and text.replace("\n", "").isprintable()
     [row] = json.loads(invoke("ls", str(tmp_path / "lm"), "--json").stdout)
-    assert row["metrics"] == {"validation": 5.5} and row["measured_at"] == {"validation": 0}
+    assert [*row["metrics"].values(), *row["measured_at"].values()] == [5.5, 0]
 
 
 def test_verify_reads_all_bytes_and_exits_with_1_if_a_commit_is_bad(tmp_path: Path, commits: list[Commit]) -> None:
@@ -116,20 +114,10 @@ def test_verify_reads_all_bytes_and_exits_with_1_if_a_commit_is_bad(tmp_path: Pa
     corrupt(Storage(run).at(COMMITS), commits[0].objects[0].key, "flip")
     bad = invoke("verify", run)
     assert bad.exit_code == 1
-    assert f"step 10: bad: {commits[0].objects[0].key} does not have the checksum" in " ".join(bad.stdout.split())
+    assert f"step 10: bad: {commits[0].objects[0].key} does not have the checksum" in words(bad)
     assert invoke("verify", run, "--step", "30").exit_code == 0
     with pytest.raises(ConfigError, match=r"no commit at step 7.* 30, 20, 10"):
         invoke("verify", run, "--step", "7")
-
-
-@pytest.mark.parametrize("suffix", ["safetensors", "pt"])
-def test_exported_weights_are_those_of_the_commit(tmp_path: Path, commits: list[Commit], suffix: str) -> None:
-    file = tmp_path / f"weights.{suffix}"
-    invoke("export", str(tmp_path / "lm"), str(file), "--step", "20")
-    found = load_file(file) if suffix == "safetensors" else torch.load(file, weights_only=True)
-    expected = make_state(20)["model"]
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
 def test_registered_state_is_exported_by_its_name(tmp_path: Path) -> None:
@@ -145,7 +133,7 @@ def test_registered_state_is_exported_by_its_name(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("suffix", ["safetensors", "pt"])
-def test_an_export_is_synced_and_a_symbolic_link_to_it_stays(
+def test_an_export_has_the_weights_of_the_commit_is_synced_and_a_symbolic_link_to_it_stays(
     tmp_path: Path, commits: list[Commit], suffix: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     client, file = tmp_path / f"newest.{suffix}", tmp_path / "shelf" / f"weights.{suffix}"
@@ -169,13 +157,15 @@ def test_an_export_is_synced_and_a_symbolic_link_to_it_stays(
     monkeypatch.setattr(os, "replace", put)
     invoke("export", str(tmp_path / "lm"), str(client))
     assert client.is_symlink() and done[-2:] == ["put", str(file.parent)]
-    found = load_file(file) if suffix == "safetensors" else torch.load(file, weights_only=True)
-    assert found.keys() == make_state(30)["model"].keys() and [*file.parent.iterdir()] == [file]
-    assert file.stat().st_mode & 0o777 == 0o640
+    assert [*file.parent.iterdir()] == [file] and file.stat().st_mode & 0o777 == 0o640
     fresh = tmp_path / f"fresh.{suffix}"
-    invoke("export", str(tmp_path / "lm"), str(fresh))
+    invoke("export", str(tmp_path / "lm"), str(fresh), "--step", "20")
     (tmp_path / "plain").touch()
     assert fresh.stat().st_mode == (tmp_path / "plain").stat().st_mode
+    for exported, step in ((file, 30), (fresh, 20)):
+        found = load_file(exported) if suffix == "safetensors" else torch.load(exported, weights_only=True)
+        expected = make_state(step)["model"]
+        assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
 
 
 def test_verify_tolerates_a_commit_that_a_live_run_removes_during_the_check(
@@ -232,45 +222,33 @@ def test_export_reads_only_the_weights(tmp_path: Path, commits: list[Commit], mo
 
 
 def test_weights_that_are_not_tensors_are_exported_to_pt_and_left_out_of_safetensors(tmp_path: Path) -> None:
-    store = SingleRankStore(Storage(tmp_path / "lm").at(COMMITS), keep=1)
-    weights = {"layer.weight": torch.ones(3), "layer._extra_state": {"scale": 2.0}}
-    store.save({"model": weights}, step=1, record={})
-    text = " ".join(invoke("export", str(tmp_path / "lm"), str(tmp_path / "w.safetensors")).stdout.split())
+    save(tmp_path, {"layer.weight": torch.ones(3), "layer._extra_state": {"scale": 2.0}})
+    text = words(invoke("export", str(tmp_path / "lm"), str(tmp_path / "w.safetensors")))
     assert "left out" in text and text.endswith("layer._extra_state")
     assert load_file(tmp_path / "w.safetensors").keys() == {"layer.weight"}
     assert "left out" not in invoke("export", str(tmp_path / "lm"), str(tmp_path / "w.pt")).stdout
     assert torch.load(tmp_path / "w.pt", weights_only=True)["layer._extra_state"] == {"scale": 2.0}
 
 
-EXTRA_STATES: list[tuple[Any, bool]] = [
-    (OrderedDict({1: (2.0, b"x", None, True)}), True),
-    (Counter("aab"), True),
-    ({"of": [torch.float16, torch.device("cpu"), torch.Size([2]), torch.ones(2)]}, True),
-    ({"range": [np.float32(2.0)]}, False),
-    ((np.arange(3),), False),
-    (deque([1, 2]), False),
-    ({"seen": defaultdict(int, a=1)}, False),
-]
-
-
-@pytest.mark.parametrize(("extra", "is_plain"), EXTRA_STATES, ids=repr)
+@pytest.mark.parametrize(
+    ("extra", "is_plain"),
+    [
+        ([OrderedDict({1: (2.0, b"x", None)}), Counter("aab"), torch.float16, torch.Size([2])], True),
+        ([np.arange(3)], False),
+    ],
+    ids=["plain", "numpy"],
+)
 def test_export_notes_that_torch_load_refuses_the_file_by_default(tmp_path: Path, extra: Any, is_plain: bool) -> None:
-    store = SingleRankStore(Storage(tmp_path / "lm").at(COMMITS), keep=1)
-    store.save({"model": {"w": torch.ones(3), "q._extra_state": extra}}, step=1, record={})
-    text = " ".join(invoke("export", str(tmp_path / "lm"), str(tmp_path / "w.pt")).stdout.split())
+    save(tmp_path, {"w": torch.ones(3), "q._extra_state": extra})
+    text = words(invoke("export", str(tmp_path / "lm"), str(tmp_path / "w.pt")))
     assert ("torch.load needs weights_only=False" in text) != is_plain
     with nullcontext() if is_plain else pytest.raises(pickle.UnpicklingError):
         assert torch.load(tmp_path / "w.pt", weights_only=True).keys() == {"w", "q._extra_state"}
 
 
 def test_a_dtype_that_safetensors_does_not_support_is_refused_before_writing(tmp_path: Path) -> None:
-    store = SingleRankStore(Storage(tmp_path / "lm").at(COMMITS), keep=1)
-    weights = {
-        "w": torch.ones(2),
-        "phases": torch.ones(2, dtype=torch.complex128),
-        "none": torch.ones(2, dtype=torch.bfloat16),
-    }
-    store.save({"model": weights}, step=1, record={})
+    weights = {"w": torch.ones(2, dtype=torch.bfloat16), "phases": torch.ones(2, dtype=torch.complex128)}
+    save(tmp_path, weights)
     folder = tmp_path / "out"
     folder.mkdir()
     (folder / "w.safetensors").write_text("good")
@@ -283,36 +261,22 @@ def test_a_dtype_that_safetensors_does_not_support_is_refused_before_writing(tmp
     assert all(torch.equal(found[name], weights[name]) for name in weights)
 
 
-@contextmanager
-def limited(what: int, most: int) -> Iterator[None]:
-    """Sets a resource limit of this process."""
-    before = resource.getrlimit(what)
-    resource.setrlimit(what, (most, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(what, before)
-
-
 def test_an_export_to_a_full_disk_leaves_the_previous_file_unchanged(tmp_path: Path) -> None:
-    store = SingleRankStore(Storage(tmp_path / "lm").at(COMMITS), keep=1)
-    store.save({"model": {"weight": torch.zeros(1 << 19)}}, step=1, record={})
+    save(tmp_path, {"weight": torch.zeros(1 << 19)})
     folder = tmp_path / "out"
     folder.mkdir()
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
     for suffix in ("safetensors", "pt"):
-        (folder / f"weights.{suffix}").write_text("good")
-        with limited(resource.RLIMIT_FSIZE, 1 << 20), pytest.raises(StorageError) as caught:
-            invoke("export", str(tmp_path / "lm"), f"{folder}/weights.{suffix}")
-        message = str(caught.value)
-        assert (
-            f"cannot write {folder}/weights.{suffix}" in message
-            and f"free space and the permissions of {folder}" in message
-        )
-        assert "File too large" in message
-    assert {file.name: file.read_text() for file in folder.iterdir()} == {
-        "weights.safetensors": "good",
-        "weights.pt": "good",
-    }
+        file = folder / f"weights.{suffix}"
+        file.write_text("good")
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, before[1]))
+        try:
+            with pytest.raises(StorageError, match=f"cannot write {file}.*File too large.* permissions of {folder}"):
+                invoke("export", str(tmp_path / "lm"), str(file))
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        assert file.read_text() == "good"
+    assert len([*folder.iterdir()]) == 2
     with pytest.raises(ConfigError, match=f"folder {tmp_path}/nowhere does not exist"):
         invoke("export", str(tmp_path / "lm"), f"{tmp_path}/nowhere/weights.pt")
 

@@ -4,21 +4,17 @@ from __future__ import annotations
 
 from contextlib import closing
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import ray
-from typer.testing import CliRunner
 
-from elastic_ddp.cli.main import app
 from elastic_ddp.rendezvous.event_log import EventLog
 from elastic_ddp.rendezvous.snapshot import Snapshot
 from elastic_ddp.storage.storage import Storage
 from elastic_ddp.telemetry.event import Event
 from elastic_ddp.telemetry.events import GenerationFormed, GenerationStarted, PhasesMeasured, StepsCompleted
 from elastic_ddp.telemetry.ledger import Ledger
-from tests.unit.cli.test_cli import LONG_STATUS
+from tests.unit.cli.test_cli import LONG_STATUS, invoke, live
 from tests.unit.telemetry.test_bottleneck import measure
 
 SLOW = {"forward": 0.9}
@@ -42,12 +38,8 @@ def status_of(events: list[Event]) -> dict[str, Any]:
 
 def shown(monkeypatch: pytest.MonkeyPatch, status: dict[str, Any]) -> str:
     members = [{**member, "node_id": "f"} for member in MEMBERS]
-    facts = {**LONG_STATUS, **status, "members": members, "last_worker_failure": None}
-    monkeypatch.setattr(
-        "elastic_ddp.driver.run_handle.get_run", {"lm": SimpleNamespace(status=lambda: facts)}.__getitem__
-    )
-    monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(gcs_address="10.0.0.9:6379"))
-    return CliRunner().invoke(app, ["status", "lm"]).output
+    live(monkeypatch, {**LONG_STATUS, **status, "members": members, "last_worker_failure": None})
+    return str(invoke("status", "lm").output)
 
 
 def test_status_names_what_bounds_a_run_and_each_ranks_work(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -65,14 +57,10 @@ def test_status_has_the_memory_and_utilization_of_gpus(monkeypatch: pytest.Monke
     assert "GPU memory" in text and text.count("3.0 GiB") == 3 and text.count("75 %") == 3
 
 
-def test_status_of_a_new_generation_has_no_phases_of_the_former_one() -> None:
+def test_status_of_a_new_generation_tells_when_phases_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
     joined = GenerationStarted(generation=2, world_size=2, first_step=100, reason="workers joined")
     status = status_of([*ledger_of(measure({}, {}, SLOW)), joined])
-    assert status["phases"] is None and status["bottleneck"] is None
-
-
-def test_status_of_a_new_generation_tells_when_phases_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    status = status_of(ledger_of())
+    assert status["phases"] is None and status["bottleneck"] is None, "the former ones are of another generation"
     assert "phases: known after 20 steps of this generation" in shown(monkeypatch, status)
     assert "phases" not in shown(monkeypatch, {**status, "state": "starting"})
 
@@ -89,9 +77,9 @@ def test_show_has_the_phases_of_the_whole_run_and_what_bound_it(tmp_path: Path) 
         steps = StepsCompleted(generation=1, step=100, samples=400, world_size=3, loss=1.0)
         for event in [*ledger_of(measure({}, {}, {}, num_steps=80)), *measured, steps]:
             ledger.append(event)
-    text = CliRunner().invoke(app, ["show", str(tmp_path)]).output
-    assert "1.19 s: backward 42 %" in " ".join(text.split()), "the mean over all steps"
-    assert "last 40 steps bound by data: ranks wait for data 29 % of the time." in " ".join(text.split())
-    assert "whole run step 1.19 s" in " ".join(text.split())
-    assert all(line == line.rstrip() for line in text.splitlines()), "where there is no terminal"
-    assert "3.0 GiB peak" in text
+    raw = invoke("show", str(tmp_path)).output
+    text = " ".join(raw.split())
+    assert "1.19 s: backward 42 %" in text, "the mean over all steps"
+    assert "last 40 steps bound by data: ranks wait for data 29 % of the time." in text
+    assert "whole run step 1.19 s" in text and "3.0 GiB peak" in text
+    assert all(line == line.rstrip() for line in raw.splitlines()), "where there is no terminal"

@@ -54,64 +54,46 @@ def refusal(**changes: Any) -> str:
     [
         ({"global_batch_sizes": 3}, "global_batch_sizes=3", "did you mean global_batch_size?"),
         ({"checkpoint": {"evry_steps": 3}}, "checkpoint.evry_steps=3", "did you mean every_steps?"),
-        ({"data": {"column": ["x"]}}, "data.column=['x']", "did you mean columns?"),
+        ({"zzz": 1}, "zzz=1", ", ".join(sorted(RunConfig.model_fields))),
+        ({"checkpoint": {"bananas": 3}}, "checkpoint.bananas=3", ", ".join(sorted(CheckpointConfig.model_fields))),
     ],
 )
-def test_an_unknown_setting_is_refused_with_the_closest_one(
+def test_an_unknown_setting_is_refused_with_the_closest_one_or_all_of_its_table(
     changes: dict[str, Any], setting: str, suggestion: str
 ) -> None:
     message = refusal(**changes)
-    assert message.startswith(setting) and message.endswith(suggestion)
-
-
-def test_an_unknown_setting_unlike_any_other_is_refused_with_all_of_its_table() -> None:
-    message = refusal(zzz=1)
-    assert message.startswith("zzz=1: ") and all(setting in message for setting in RunConfig.model_fields)
-    message = refusal(checkpoint={"bananas": 3})
-    assert message.startswith("checkpoint.bananas=3: ")
-    assert message.endswith(", ".join(sorted(CheckpointConfig.model_fields)))
+    assert message.startswith(f"{setting}: ") and message.endswith(suggestion)
 
 
 @pytest.mark.parametrize(
-    ("changes", "setting", "expected"),
+    ("changes", "setting", "rule"),
     [
         ({"steps": "5"}, "steps='5'", "without quotes"),
         ({"steps": 5.0}, "steps=5.0", "integer"),
         ({"data": {"shuffle": 1}}, "data.shuffle=1", "true or false"),
         ({"data": {"columns": ["x", 3]}}, "data.columns.1=3", "text in quotes"),
+        ({"data": {"columns": "x"}}, "data.columns='x'", 'such as ["name"]'),
         ({"data": 3}, "data=3", "dictionary"),
         ({"storage": b"runs"}, "storage=b'runs'", "text in quotes"),
         ({"resources_per_worker": {"CPU": "1"}}, "resources_per_worker.CPU='1'", "without quotes"),
-        ({"checkpoint": {"interval": "daly"}}, "checkpoint.interval='daly'", "'auto'"),
-    ],
-)
-def test_a_value_of_the_wrong_type_is_refused_not_converted(
-    changes: dict[str, Any], setting: str, expected: str
-) -> None:
-    message = refusal(**changes)
-    assert message.startswith(f"{setting}: ") and expected in message
-
-
-@pytest.mark.parametrize(
-    ("changes", "setting", "bound"),
-    [
+        ({"loggers": ["tensorbord"]}, "loggers.0='tensorbord'", "'tensorboard'"),
         ({"steps": 0}, "steps=0", "greater than or equal to 1"),
         ({"steps": 10**30}, f"steps={10**30}", f"less than or equal to {10**15}"),
         ({"heartbeat_timeout_s": 1e-6}, "heartbeat_timeout_s=1e-06", "greater than or equal to 0.1"),
         ({"collective_timeout_s": 1e15}, "collective_timeout_s=1000000000000000.0", "less than or equal to 100000000"),
-        ({"seed": -1}, "seed=-1", "greater than or equal to 0"),
         ({"seed": 2**63}, f"seed={2**63}", f"less than {2**63}"),
         ({"max_restarts": -2}, "max_restarts=-2", "greater than or equal to -1"),
         ({"clip_grad_norm": 0.0}, "clip_grad_norm=0.0", "greater than 0"),
         ({"clip_grad_norm": float("nan")}, "clip_grad_norm=nan", "finite"),
-        ({"checkpoint": {"keep": 0}}, "checkpoint.keep=0", "greater than or equal to 1"),
         ({"checkpoint": {"max_overhead": 2.0}}, "checkpoint.max_overhead=2.0", "less than 1"),
         ({"resources_per_worker": {"CPU": -1}}, "resources_per_worker.CPU=-1", "greater than or equal to 0"),
     ],
 )
-def test_a_number_out_of_bounds_is_refused_with_the_bound(changes: dict[str, Any], setting: str, bound: str) -> None:
+def test_a_value_of_the_wrong_type_or_out_of_bounds_is_refused_with_the_rule(
+    changes: dict[str, Any], setting: str, rule: str
+) -> None:
     message = refusal(**changes)
-    assert message.startswith(f"{setting}: ") and bound in message
+    assert message.startswith(f"{setting}: ") and rule in message
 
 
 def test_nested_settings_built_alone_are_refused_under_their_own_names() -> None:
@@ -123,20 +105,10 @@ def test_nested_settings_built_alone_are_refused_under_their_own_names() -> None
         DataConfig(colums=["x"])
 
 
-def test_columns_may_be_a_list_or_a_tuple() -> None:
-    assert DataConfig(columns=["x"]) == DataConfig(columns=("x",))
-    assert DataConfig(columns=["x"]).columns == ("x",)
-    assert config(data=DataConfig(columns=["x"])) == config(data={"columns": ["x"]})
-
-
-@pytest.mark.parametrize("name", ["", "a/b", "a b", ".hidden", "-x", "naïve", "a\n", "../up", "x" * 101])
+@pytest.mark.parametrize("name", ["", "a/b", ".hidden", "naïve", "a\n", "x" * 101])
 def test_a_run_name_that_cannot_be_a_folder_is_refused(name: str) -> None:
     assert refusal(name=name).startswith(f"name={name!r}: ")
-
-
-def test_a_run_name_has_up_to_a_hundred_letters_digits_dots_and_dashes() -> None:
-    name = "0.a_B-" + "x" * 94
-    assert config(name=name).name == name
+    assert config(name="0.a_B-" + "x" * 94).name == "0.a_B-" + "x" * 94
 
 
 @pytest.mark.parametrize(
@@ -154,9 +126,7 @@ def test_a_run_name_has_up_to_a_hundred_letters_digits_dots_and_dashes() -> None
         ({"steps": None}, ["steps=None and epochs=None", "exactly one"]),
         ({"hang_timeout_s": 1.0}, ["hang_timeout_s=1", "heartbeat_timeout_s=5", "raise hang_timeout_s"]),
         ({"resources_per_worker": {"GPU": 2}}, ["resources_per_worker GPU=2", "use 1 or less"]),
-        ({"resources_per_worker": {}}, ["resources_per_worker={}", '{"CPU": 1}']),
         ({"resources_per_worker": {"CPU": 0}}, ["resources_per_worker={'CPU': 0.0}", '{"CPU": 1}']),
-        ({"data": {"columns": "x"}}, ["data.columns='x'", 'such as ["name"]']),
         ({"data": {"columns": ["x", "x"]}}, ["['x', 'x']", "each name once"]),
         (
             {"fsdp": {"shard_classes": ["Block"]}},
@@ -172,15 +142,11 @@ def test_contradicting_values_are_refused_with_values_that_work(changes: dict[st
 def test_the_values_that_a_refusal_suggests_are_accepted() -> None:
     for size in (96, 128):
         assert config(global_batch_size=size, micro_batch_size=32).num_micro_batches == size // 32
-    assert config(max_workers=4).max_workers == 4
-    assert config(max_workers=3, standby_workers=3).standby_workers == 3
-    assert config(resources_per_worker={"GPU": 1}).use_gpu
-    assert not config(resources_per_worker={"GPU": 1}).shares_gpu
-    assert config(resources_per_worker={"GPU": 0.5}).use_gpu
-    assert config(resources_per_worker={"GPU": 0.5}).shares_gpu
-    assert not config(resources_per_worker={"GPU": 0, "CPU": 1}).use_gpu
+    assert config(max_workers=4, standby_workers=4).standby_workers == 4
+    for gpus, use_gpu, shares_gpu in ((1, True, False), (0.5, True, True), (0, False, False)):
+        built = config(resources_per_worker={"GPU": gpus, "CPU": 1})
+        assert (built.use_gpu, built.shares_gpu) == (use_gpu, shares_gpu)
     assert config(strategy="fsdp", fsdp={"shard_classes": ["Block"]}).fsdp.shard_classes == ("Block",)
-    assert config(strategy="fsdp").reduction == "canonical"
 
 
 def test_every_invalid_setting_is_named_in_one_error() -> None:
@@ -217,13 +183,23 @@ def test_every_setting_has_a_description() -> None:
     assert [name for name, field in fields if not field.description] == []
 
 
-def test_without_an_interval_a_run_commits_every_minute() -> None:
-    assert config().checkpoint == CheckpointConfig(every_seconds=60.0)
-    assert (config().checkpoint.every_seconds, config().checkpoint.every_steps) == (60.0, None)
-    only_steps = config(checkpoint={"every_steps": 5}).checkpoint
-    assert (only_steps.every_seconds, only_steps.every_steps) == (None, 5)
-    both = config(checkpoint={"every_steps": 5, "every_seconds": 1}).checkpoint
-    assert (both.every_seconds, both.every_steps) == (1.0, 5)
+@pytest.mark.parametrize(
+    ("given", "seconds", "steps"),
+    [
+        ({}, 60.0, None),
+        ({"every_steps": 5}, None, 5),
+        ({"every_steps": 5, "every_seconds": 1}, 1.0, 5),
+        ({"interval": "auto"}, None, None),
+        ({"max_overhead": 0.02, "interval": "auto"}, None, None),
+    ],
+)
+def test_a_run_commits_every_minute_unless_another_interval_is_given(
+    given: dict[str, Any], seconds: float | None, steps: int | None
+) -> None:
+    checkpoint = config(checkpoint=given).checkpoint
+    assert (checkpoint.every_seconds, checkpoint.every_steps) == (seconds, steps)
+    assert checkpoint.is_measured is ("interval" in given)
+    assert CheckpointConfig(**checkpoint.model_dump()) == checkpoint
 
 
 @pytest.mark.parametrize(
@@ -242,14 +218,6 @@ def test_checkpoint_settings_that_contradict_each_other_are_refused(
 ) -> None:
     message = refusal(checkpoint=checkpoint)
     assert all(fact in message for fact in facts), message
-
-
-def test_a_measured_interval_leaves_the_fixed_ones_unset() -> None:
-    for settings in ({"interval": "auto"}, {"max_overhead": 0.02}, {"interval": "auto", "max_overhead": 0.02}):
-        checkpoint = config(checkpoint=settings).checkpoint
-        assert checkpoint.is_measured and (checkpoint.every_seconds, checkpoint.every_steps) == (None, None)
-        assert CheckpointConfig(**checkpoint.model_dump()) == checkpoint
-    assert not config().checkpoint.is_measured
 
 
 TOML = """
@@ -340,39 +308,31 @@ def test_tables_may_be_any_mapping_and_values_those_of_numpy(section: Callable[[
     assert refusal(steps=np.float64(2.5)).startswith("steps=2.5: ")
 
 
-def test_a_byte_order_mark_in_a_file_is_read_over(tmp_path: Path) -> None:
+def test_a_file_may_have_a_byte_order_mark_and_only_a_file_a_job_table(tmp_path: Path) -> None:
     (tmp_path / "run.toml").write_bytes(b"\xef\xbb\xbf" + TOML.encode())
     assert RunConfig.load(tmp_path / "run.toml").data.columns == ("x", "y")
-
-
-def test_only_a_file_may_have_a_job_table(tmp_path: Path) -> None:
-    assert refusal(job=3).startswith("job=3: ")
-    (tmp_path / "run.toml").write_text(TOML)
     assert read_toml(tmp_path / "run.toml")["job"]["train"] == "train.py:train"
+    assert refusal(job=3).startswith("job=3: ")
 
 
-def test_a_missing_file_or_one_that_is_not_toml_is_refused(tmp_path: Path) -> None:
+def test_anything_but_settings_and_toml_files_is_refused(tmp_path: Path) -> None:
     missing, broken, binary = (tmp_path / name for name in ("missing.toml", "broken.toml", "binary.toml"))
     broken.write_text("steps == 3")
     binary.write_bytes(b"\xff\xfe")
-    for path, reason in ((str(missing), "No such file"), (broken, "line 1"), (binary, "utf-8")):
+    for path, reason in (
+        (str(missing), "No such file"),
+        (broken, "line 1"),
+        (binary, "utf-8"),
+        (tmp_path, "directory"),
+    ):
         with pytest.raises(ConfigError, match=rf"{Path(path).name}' is not a TOML file.*{reason}"):
             RunConfig.load(path)
-
-
-def test_a_configuration_of_another_type_is_refused() -> None:
     with pytest.raises(ConfigError, match="config is a list; give a RunConfig, a dict or the path of a TOML file"):
         RunConfig.load([MINIMAL])  # type: ignore[arg-type]
 
 
 def test_a_configuration_cannot_be_changed() -> None:
-    built = config()
-    for part, name in (
-        (built, "steps"),
-        (built.checkpoint, "keep"),
-        (built.data, "shuffle"),
-        (built.ddp, "static_graph"),
-    ):
+    for part, name in ((config(), "steps"), (config().checkpoint, "keep")):
         with pytest.raises(ValidationError, match="frozen"):
             setattr(part, name, 3)
 
@@ -426,19 +386,5 @@ def test_the_identity_ignores_settings_that_a_resumed_run_may_change() -> None:
 def test_leaving_out_last_batches_changes_the_identity_only_if_it_is_set() -> None:
     dropping = config(data={"drop_last": True}).identity()
     assert dropping == {**config().identity(), "data.drop_last": True} != config().identity()
-
-
-def test_the_identity_survives_json() -> None:
     identity = config(data={"columns": ["x", "y"]}, clip_grad_norm=0.1).identity()
-    assert json.loads(json.dumps(identity)) == identity
-
-
-def test_a_folder_given_as_configuration_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError):
-        RunConfig.load(tmp_path)
-
-
-@pytest.mark.parametrize("setting", ["collective_timeout_s", "clip_grad_norm", "resize_interval_s"])
-def test_infinite_numbers_are_refused(setting: str) -> None:
-    with pytest.raises(ConfigError, match=setting):
-        RunConfig(**MINIMAL, **{setting: float("inf")})
+    assert json.loads(json.dumps(identity)) == identity, "it survives JSON"

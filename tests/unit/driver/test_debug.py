@@ -86,9 +86,9 @@ def test_pdb_works_in_a_debugged_run_which_keeps_its_bits_raises_errors_as_they_
 ) -> None:
     (tmp_path / "debugged_job.py").write_text(JOB)
     terminal, of_process = os.openpty()
+    command = [sys.executable, "-m", "elastic_ddp.cli.main", "run", "--debug", "debugged_job.py"]
     process = subprocess.Popen(
-        [sys.executable, "-m", "elastic_ddp.cli.main", "run", "--debug", "debugged_job.py"]
-        + ["__getitem__", "train", "transform"],
+        [*command, "__getitem__", "train", "transform"],
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[3]), "TORCH_DISTRIBUTED_DEBUG": "DETAIL"},
         stdin=of_process,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import shlex
 import signal
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -361,13 +360,3 @@ def test_a_driver_knows_the_job_that_it_is(monkeypatch: pytest.MonkeyPatch) -> N
     assert this_job() is None
     monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", '{"metadata": {"job_submission_id": "train-1"}}')
     assert this_job() == "train-1"
-
-
-def test_status_shows_the_job_of_a_submitted_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    names = ("step", "total_steps", "last_commit", "loss", "steps_per_s", "world_size", "generation")
-    unknown = dict.fromkeys((*names, "phases", "bottleneck", "waiting_for"))
-    facts = {"name": "gpt", "state": "starting", "standbys": [], "driver": {"job": "train-1"}, **unknown}
-    monkeypatch.setattr("elastic_ddp.driver.run_handle.live_runs", lambda: ["gpt"])
-    monkeypatch.setattr("elastic_ddp.driver.run_handle.get_run", lambda _: SimpleNamespace(status=lambda: facts))
-    monkeypatch.setattr("ray.get_runtime_context", lambda: SimpleNamespace(gcs_address="10.0.0.9:6379"))
-    assert "submitted as job train-1" in invoke("status").output
