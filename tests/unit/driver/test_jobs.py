@@ -14,7 +14,7 @@ from typer.testing import CliRunner, Result
 from elastic_ddp.cli.main import app
 from elastic_ddp.driver import jobs
 from elastic_ddp.driver.job_restarts import watch
-from elastic_ddp.driver.jobs import STOP_WAIT_S, entrypoint, find_job, follow
+from elastic_ddp.driver.jobs import STOP_WAIT_S, find_job, follow
 from elastic_ddp.driver.start_checks import check_is_kept
 from elastic_ddp.driver.submissions import FIRST, RESTARTS, how_it_died
 from elastic_ddp.errors import ConfigError, ElasticDDPError
@@ -49,29 +49,22 @@ def test_a_submitted_script_runs_in_a_copy_of_its_folder_with_its_arguments(serv
     (request,) = server.submitted
     words = shlex.split(request["entrypoint"])
     assert words == ["exec", "python", "train.py", "--name", "two words", "--workers", "1:8"]
-    assert request["runtime_env"]["working_dir"] == str(script.parent)
+    stops_in_time = {"env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": str(STOP_WAIT_S)}}
+    assert request["runtime_env"] == {"working_dir": str(script.parent), **stops_in_time}
     assert request["submission_id"].startswith("train-") and f"logs {request['submission_id']}" in shown
     assert request["entrypoint_resources"] is None, "the driver runs on the head"
 
 
-def test_a_stopped_job_has_the_time_to_commit(server: JobServer, script: Path) -> None:
-    invoke("submit", script)
-    assert server.submitted[0]["runtime_env"]["env_vars"] == {"RAY_JOB_STOP_WAIT_TIME_S": str(STOP_WAIT_S)}
-
-
-def test_the_path_of_a_script_is_relative_to_the_working_directory(server: JobServer, script: Path) -> None:
+def test_the_path_of_a_script_is_relative_to_the_working_directory_or_one_of_the_nodes(
+    server: JobServer, script: Path
+) -> None:
     invoke("submit", script, "--working-dir", script.parents[1], "--entrypoint-resources", '{"driver": 1}')
-    (request,) = server.submitted
-    assert request["entrypoint"] == "exec python code/train.py"
-    assert request["runtime_env"]["working_dir"] == str(script.parents[1])
-    assert request["entrypoint_resources"] == {"driver": 1.0}
-
-
-def test_without_a_working_directory_nothing_is_copied(server: JobServer) -> None:
     invoke("submit", "/opt/code/train.py", "--no-working-dir")
-    (request,) = server.submitted
-    assert request["entrypoint"] == "exec python /opt/code/train.py"
-    assert "working_dir" not in request["runtime_env"]
+    copied, there = server.submitted
+    assert copied["entrypoint"] == "exec python code/train.py"
+    assert copied["runtime_env"]["working_dir"] == str(script.parents[1])
+    assert copied["entrypoint_resources"] == {"driver": 1.0}
+    assert there["entrypoint"] == "exec python /opt/code/train.py" and "working_dir" not in there["runtime_env"]
 
 
 def test_a_toml_file_is_submitted_with_the_command_that_runs_it(server: JobServer, script: Path) -> None:
@@ -88,28 +81,18 @@ def test_a_toml_file_is_submitted_with_the_command_that_runs_it(server: JobServe
     [
         (["missing.py"], r"missing\.py: no such file"),
         (["train.py", "--no-working-dir"], "use the absolute path on the cluster's nodes"),
+        (["code/train.py", "--working-dir", "other"], r"train\.py is not in --working-dir .*other"),
         (["/opt/train.py", "--no-working-dir", "--working-dir", "."], "use one of them"),
-        (["/opt/train.py", "--no-working-dir", "--entrypoint-resources", "driver"], "driver is not a JSON object"),
         (["/opt/train.py", "--no-working-dir", "--entrypoint-resources", "[1]"], r"\[1\] is not a JSON object"),
+        (["code/train.py", "--", "--storage=sftp://u:hunter2@h/runs"], "^an argument of the job has a credential"),
     ],
 )
-def test_a_program_that_the_cluster_would_not_find_is_refused(
-    server: JobServer, arguments: list[str], message: str
+def test_a_job_that_could_not_run_or_would_show_a_credential_is_refused(
+    server: JobServer, script: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], message: str
 ) -> None:
-    with pytest.raises(ConfigError, match=message):
+    monkeypatch.chdir(script.parents[1])
+    with pytest.raises(ConfigError, match=message) as error:
         invoke("submit", *arguments)
-    assert not server.submitted
-
-
-def test_a_program_outside_the_working_directory_is_refused(server: JobServer, script: Path, tmp_path: Path) -> None:
-    (tmp_path / "other").mkdir()
-    with pytest.raises(ConfigError, match=r"train\.py is not in --working-dir .*other"):
-        invoke("submit", script, "--working-dir", tmp_path / "other")
-
-
-def test_a_credential_in_an_argument_is_refused_before_ray_records_it(server: JobServer, script: Path) -> None:
-    with pytest.raises(ConfigError, match=r"^an argument of the job has a credential") as error:
-        invoke("submit", script, "--", "--storage=sftp://user:hunter2@host/runs")
     assert not server.submitted and "hunter2" not in str(error.value)
 
 
@@ -134,6 +117,11 @@ def test_storage_in_rays_copy_of_the_working_directory_is_refused() -> None:
 # Restarts.
 
 
+def restart(server: Any, first: str, sleep: Any = pytest.fail) -> None:
+    """Restarts the driver of a submission until it ends by itself."""
+    watch(first, lambda: server, pytest.fail, sleep)
+
+
 @pytest.mark.parametrize(
     ("error", "code", "how"),
     [
@@ -143,10 +131,8 @@ def test_storage_in_rays_copy_of_the_working_directory_is_refused() -> None:
         (EXITED, 1, None),
         (EXITED, 255, None),
         (DIED, None, "its node or its job's supervisor died"),
-        (JobErrorType.JOB_SUPERVISOR_ACTOR_START_FAILURE, None, "its node or its job's supervisor died"),
         (JobErrorType.JOB_SUPERVISOR_ACTOR_START_TIMEOUT, None, "no node had room for it"),
         (JobErrorType.RUNTIME_ENV_SETUP_FAILURE, None, None),
-        (JobErrorType.JOB_SUPERVISOR_ACTOR_UNSCHEDULABLE, None, None),
         (None, 0, None),
     ],
 )
@@ -163,7 +149,7 @@ def test_a_driver_dies_by_a_signal_or_with_its_node_not_by_an_exit_status(
 def test_a_stopped_driver_is_not_restarted() -> None:
     server = JobServer()
     server.add("train-1", JobStatus.STOPPED, metadata={FIRST: "train-1", RESTARTS: "3"})
-    watch("train-1", lambda: server, pytest.fail, sleep=pytest.fail)  # type: ignore[arg-type, return-value]
+    restart(server, "train-1")
     assert not server.submitted
 
 
@@ -178,7 +164,7 @@ def test_a_driver_that_dies_is_restarted_until_its_restarts_are_used_up(server: 
         slept.append(len(server.submitted))
         server.end(list(server.jobs)[-1], DIED)
 
-    watch(first, lambda: server, pytest.fail, sleep)  # type: ignore[arg-type, return-value]
+    restart(server, first, sleep)
     assert [request["submission_id"] for request in server.submitted] == [first, f"{first}-1", f"{first}-2"]
     before, *others = [{**request, "submission_id": "", "metadata": {}} for request in server.submitted]
     assert others == [before, before]
@@ -200,13 +186,13 @@ def test_restarts_continue_after_a_silent_job_server_and_in_a_new_process(server
         server.is_down = False
 
     with pytest.raises(Killed):
-        watch(first, lambda: server, pytest.fail, comes_back)  # type: ignore[arg-type, return-value]
+        restart(server, first, comes_back)
     server.end(f"{first}-1", DIED)
     with pytest.raises(Killed):
-        watch(first, lambda: server, pytest.fail, comes_back)  # type: ignore[arg-type, return-value]
+        restart(server, first, comes_back)
     assert list(server.jobs) == [first, f"{first}-1", f"{first}-2"]
     server.end(f"{first}-2")
-    watch(first, lambda: server, pytest.fail, pytest.fail)  # type: ignore[arg-type, return-value]
+    restart(server, first)
 
 
 def test_a_driver_that_died_with_its_head_is_restarted_on_the_new_one(server: JobServer, script: Path) -> None:
@@ -222,12 +208,8 @@ def test_a_driver_that_died_with_its_head_is_restarted_on_the_new_one(server: Jo
         if f"{first}-1" in server.jobs:
             server.end(f"{first}-1")
 
-    watch(first, lambda: server, pytest.fail, sleep)  # type: ignore[arg-type, return-value]
+    restart(server, first, sleep)
     assert [request["submission_id"] for request in server.submitted] == [first, f"{first}-1"]
-
-
-def test_a_program_without_restarts_starts_nothing_besides_itself() -> None:
-    assert entrypoint("train.py", ["--a"], 0) == "exec python train.py --a"
 
 
 # Finding a job again.
@@ -252,20 +234,12 @@ def test_the_newest_job_is_found_by_the_name_of_its_run_or_by_its_id(server: Job
     assert find_job(server, run).submission_id == job  # type: ignore[arg-type]
 
 
-def test_logs_of_an_unknown_run_names_the_jobs_and_their_state(server: JobServer) -> None:
-    restarted(server)
-    with pytest.raises(ConfigError, match=r"no submitted job of run 'bert'.*train-1 \(failed: SIGKILL ended it\)"):
-        invoke("logs", "bert")
-
-
-def test_logs_prints_the_log_of_a_run(server: JobServer) -> None:
+def test_logs_prints_the_log_of_a_run_or_the_reason_why_there_is_none(server: JobServer) -> None:
     restarted(server)
     server.logs = {"train-1-1": [["step 1\n", "step 2\n"]]}
     assert invoke("logs", "gpt").output == "step 1\nstep 2\n"
-
-
-def test_logs_on_a_node_that_is_gone_are_an_error_that_says_so(server: JobServer) -> None:
-    restarted(server)
+    with pytest.raises(ConfigError, match=r"no submitted job of run 'bert'.*train-1 \(failed: SIGKILL ended it\)"):
+        invoke("logs", "bert")
     with pytest.raises(ConfigError, match=r"log of job train-1 \(failed: SIGKILL ended it\) cannot be read"):
         invoke("logs", "train-1")
 
@@ -286,7 +260,9 @@ def test_a_followed_log_is_complete_over_broken_connections_and_restarts(
     assert notes == ["train-1 failed: its node or its job's supervisor died. train-1-1 restarts it."]
 
 
-def test_following_ends_with_an_error_if_the_job_server_stays_silent(server: JobServer) -> None:
+def test_following_ends_with_an_error_if_the_job_server_stays_silent_or_lost_the_job(server: JobServer) -> None:
+    with pytest.raises(ElasticDDPError, match=r"does not know job lost any more: .* restarted without Redis"):
+        follow(server, "lost", print, print, lambda _: None)  # type: ignore[arg-type]
     restarted(server)
     now = iter(range(0, 1000, 50))
     server.is_down = True
@@ -314,11 +290,6 @@ def test_a_job_server_that_restarts_after_hours_of_a_log_is_waited_for(
         server.end("train-1")
 
     assert follow(server, "train-1", print, print, sleep, lambda: now).status == JobStatus.SUCCEEDED  # type: ignore[arg-type]
-
-
-def test_a_followed_job_that_a_new_head_does_not_know_is_an_error_that_says_so(server: JobServer) -> None:
-    with pytest.raises(ElasticDDPError, match=r"does not know job train-1 any more: .* restarted without Redis"):
-        follow(server, "train-1", print, print, lambda _: None)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("code", "status"), [(None, 0), (3, 1)])

@@ -99,12 +99,8 @@ def test_a_resumed_run_continues_its_step_and_the_age_of_a_commit_begins_anew(va
     commit = SimpleNamespace(step=40, record={"samples": 1920, "time": 50.0})
     play(started(100.0, step=40), resume_from=commit)
     assert values["step",] == 40 and values["last_commit_timestamp_seconds",] == 100.0, "an alert would fire at once"
-    play(
-        started(100.0, step=40),
-        training(1, 110.0, 1, 40),
-        accounted("steps_completed", 1, 120.0, step=50, samples=2400, useful=9.0),
-        resume_from=commit,
-    )
+    steps = accounted("steps_completed", 1, 120.0, step=50, samples=2400, useful=9.0)
+    play(started(100.0, step=40), training(1, 110.0, 1, 40), steps, resume_from=commit)
     assert values["step",] == 50 and values["steps_total",] == 10 and values["samples_total",] == 480
 
 
@@ -196,32 +192,18 @@ def test_a_killed_worker_is_one_failure_and_no_worker_trains_until_it_is_replace
     recorded.record(training(2, 113.0, 1, 5))
     assert values["world_size",] == 1
     failures = (
-        "newcomer_failed",
-        "start_failed",
-        "commit_failed",
-        "hang_detected",
-        "rendezvous_restarted",
-        "run_failed",
+        "newcomer_failed start_failed commit_failed hang_detected rendezvous_restarted run_failed corruption_found"
     )
-    for name in failures:
+    for name in failures.split():
         recorded.record(ledger_event(name, time=120.0))
-    recorded.record(ledger_event("corruption_found", time=120.0))
     kinds = {kind: values["failures_total", kind] for kind in FAILURES}
     once = dict.fromkeys(("worker", "commit", "hang", "rendezvous", "corruption", "run"), 1)
     assert kinds == {**once, "connection": 0, "start": 2}
 
 
 def test_phases_and_gpus_are_shown_and_ranks_that_are_gone_use_no_memory(values: Values) -> None:
-    measured = PhasesMeasured(
-        generation=1,
-        step=10,
-        num_steps=10,
-        phases={"data": 0.1},
-        work_s=[0.1, 0.4],
-        micro_batches=[1, 2],
-        memory_bytes=[5, 6],
-        utilization=[0.9, None],
-    )
+    of_ranks: Any = {"work_s": [0.1, 0.4], "micro_batches": [1, 2], "memory_bytes": [5, 6], "utilization": [0.9, None]}
+    measured = PhasesMeasured(generation=1, step=10, num_steps=10, phases={"data": 0.1}, **of_ranks)
     recorded, _ = play(started(100.0), training(1, 110.0, 2, 0), measured)
     assert values["phase_seconds", "data"] == 0.1 and values["micro_batch_work_seconds", "1"] == 0.2
     assert values["gpu_memory_bytes", "1"] == 6 and values["gpu_utilization_ratio", "0"] == 0.9

@@ -5,11 +5,12 @@ from __future__ import annotations
 import errno
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import ray
@@ -42,6 +43,13 @@ GCS = "10.0.0.1:6379"
 Drive = Callable[[Callable[[InProcessRendezvous], Any]], list[Event]]
 
 
+@contextmanager
+def session_of(job: Any, rendezvous: Any, gcs: GcsWatch | None = None) -> Iterator[Session]:
+    with DriverLease(job.storage, "test", lambda _: "s000001-a", print) as lease:
+        lease.acquire()
+        yield Session(job, rendezvous, None, lease, time.time(), gcs or GcsWatch(GCS))
+
+
 @pytest.fixture
 def drive(
     new_run: NewRun, inprocess_rendezvous: Callable[..., InProcessRendezvous], monkeypatch: pytest.MonkeyPatch
@@ -58,9 +66,7 @@ def drive(
 
         job, rendezvous = loop_of(new_run()).job, inprocess_rendezvous()
         monkeypatch.setattr(session_module, "run_workers", work)
-        with DriverLease(job.storage, "test", lambda _: "s000001-a", print) as lease:
-            lease.acquire()
-            session = Session(job, rendezvous, None, lease, time.time(), GcsWatch(GCS))
+        with session_of(job, rendezvous) as session:
             assert session.run()["error"] == "the loss is no number"
         return read_ledger(job.storage)
 
@@ -69,7 +75,7 @@ def drive(
 
 def test_the_driver_waits_for_a_save_that_is_in_progress_when_the_run_fails(drive: Drive) -> None:
     def save(rendezvous: InProcessRendezvous) -> None:
-        threading.Event().wait(0.5)  # longer than the exit timeout
+        threading.Event().wait(0.3)  # longer than the exit timeout
         event = ledger_event("commit_succeeded", at=0.0, step=2, seconds=0.5, num_bytes=1)
         rendezvous.ask("report", event, None, WORKER.id, 2)
 
@@ -114,10 +120,7 @@ def test_a_session_ends_soon_if_ray_has_ended_on_this_machine(
     monkeypatch.setattr(session_module, "RAY_CHECK_S", 0.01)
     monkeypatch.setattr(session_module, "has_ray_ended", lambda is_ending: is_ending or not requested)
     monkeypatch.setattr(session_module, "run_workers", lambda *_: None)
-    job: Any = loop_of(new_run()).job
-    with DriverLease(job.storage, "test", lambda _: "s000001-a", print) as lease:
-        lease.acquire()
-        session = Session(job, cast(Any, SilentRendezvous()), None, lease, time.time(), GcsWatch(GCS))
+    with session_of(loop_of(new_run()).job, SilentRendezvous()) as session:
         session.stop_requests.requested = requested
         assert session.run()["status"] == status
 
@@ -141,10 +144,8 @@ def test_a_run_whose_gcs_does_not_return_commits_and_ends_with_what_to_do(
 
     monkeypatch.setattr(session_module, "has_ray_ended", lambda is_ending: False)
     monkeypatch.setattr(session_module, "run_workers", train_until_stopped)
-    with DriverLease(job.storage, "test", lambda _: "s000001-a", print) as lease:
-        lease.acquire()
-        gcs = GcsWatch(GCS, refuse, lambda: next(clock))
-        outcome = Session(job, rendezvous, None, lease, time.time(), gcs).run()
+    with session_of(job, rendezvous, GcsWatch(GCS, refuse, lambda: next(clock))) as session:
+        outcome = session.run()
     assert outcome["status"] == "failed"
     assert f"Ray's GCS at {GCS}" in outcome["error"] and "the same command" in outcome["error"].lower()
     assert rendezvous.has_ended.is_set(), "the worker has left, after its commit"
@@ -158,12 +159,9 @@ def test_a_runtime_env_that_ray_cannot_set_up_is_an_error_of_the_configuration(
 
     monkeypatch.setattr(session_module, "ray", SimpleNamespace(get=fail, exceptions=ray.exceptions))
     monkeypatch.setattr(session_module, "run_workers", lambda *_: None)
-    job: Any = loop_of(new_run()).job
-    with DriverLease(job.storage, "test", lambda _: "s000001-a", print) as lease:
-        lease.acquire()
-        session = Session(job, cast(Any, SilentRendezvous()), None, lease, time.time(), GcsWatch(GCS))
-        with pytest.raises(ConfigError, match=r"cannot set up runtime_env on node 10\.0\.0\.3 \(ERROR: no such"):
-            session.run()
+    message = r"cannot set up runtime_env on node 10\.0\.0\.3 \(ERROR: no such"
+    with session_of(loop_of(new_run()).job, SilentRendezvous()) as session, pytest.raises(ConfigError, match=message):
+        session.run()
 
 
 def test_shown_progress_never_returns_to_an_earlier_generation(monkeypatch: pytest.MonkeyPatch) -> None:
