@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -30,28 +31,23 @@ FIGURES = {
 }
 
 
-class Handle:
-    """A live run that answers with `ranks`, and keeps the arguments of the request."""
+def live(monkeypatch: pytest.MonkeyPatch, *ranks: dict[str, Any]) -> list[dict[str, Any]]:
+    """Makes a run live that answers with `ranks`. Returns the arguments of its requests."""
+    requests: list[dict[str, Any]] = []
 
-    def __init__(self, ranks: list[dict[str, Any]]) -> None:
-        self.ranks, self.asked = ranks, {}
+    def profile(**arguments: Any) -> dict[str, Any]:
+        requests.append(arguments)
+        return {"uri": "s3://runs/lm", "ranks": ranks}
 
-    def profile(self, **arguments: Any) -> dict[str, Any]:
-        self.asked: dict[str, Any] = arguments
-        return {"uri": "s3://runs/lm", "ranks": self.ranks}
-
-
-def live(monkeypatch: pytest.MonkeyPatch, *ranks: dict[str, Any]) -> Handle:
-    handle = Handle([*ranks])
-    monkeypatch.setattr(cli_profile, "get_run", lambda run: handle)
-    return handle
+    monkeypatch.setattr(cli_profile, "get_run", lambda run: SimpleNamespace(profile=profile))
+    return requests
 
 
 def test_each_rank_has_its_times_operators_and_trace(monkeypatch: pytest.MonkeyPatch) -> None:
     lost = {"rank": 3, **WORKER, "error": "its process exited"}
-    handle = live(monkeypatch, {"rank": 0, **WORKER, **FIGURES}, lost)
+    requests = live(monkeypatch, {"rank": 0, **WORKER, **FIGURES}, lost)
     shown = invoke("profile", "lm", "--steps", "5", "--ranks", "0,3", "--memory").output
-    assert handle.asked == {"num_steps": 5, "ranks": [0, 3], "memory": True, "timeout_s": 600.0}
+    assert requests == [{"num_steps": 5, "ranks": [0, 3], "memory": True, "timeout_s": 600.0}]
     for fact in ("120-124", "0.2", "70.0 %", "50.0 %", "40.0 %", "20.0 %", "3,072 MiB", "10.000", "aten::mm"):
         assert fact in shown, fact
     assert "aten::f" not in shown, "the longest five"
@@ -70,13 +66,11 @@ def test_a_trace_that_ended_early_says_why(monkeypatch: pytest.MonkeyPatch) -> N
     assert "memory_viz" not in shown and "allocated" not in shown
 
 
-def test_a_profile_without_any_trace_has_the_exit_status_1(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_profile_without_any_trace_has_the_exit_status_1_and_ranks_that_are_no_numbers_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     live(monkeypatch, {"rank": 0, **WORKER, "error": "the run ended"})
     result = invoke("profile", "lm")
     assert result.exit_code == 1 and "rank 0 (10.0.0.1) has no trace: the run ended" in result.output
-
-
-def test_ranks_that_are_no_numbers_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    live(monkeypatch)
     with pytest.raises(ConfigError, match=r"--ranks 0-3: this is no list of ranks\. Use numbers with commas"):
         invoke("profile", "lm", "--ranks", "0-3")

@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import copy
 import os
 import re
 import tomllib
@@ -104,28 +103,6 @@ def test_kuberay_has_every_field_of_its_resources_with_this_type(document: dict[
     msgspec.convert(document, model)
 
 
-@pytest.mark.parametrize(
-    ("place", "value", "error"),
-    [
-        (("spec", "rayVersions"), "2.60.0", "unknown field `rayVersions`"),
-        (("spec", "authOptions", "mode"), "tokens", r"Invalid enum value 'tokens' - at `\$.spec.authOptions.mode`"),
-        (("spec", "headGroupSpec", "rayStartParams", "num-cpus"), 0, r"Expected `str`, got `int`"),
-        (("spec", "workerGroupSpecs", 0, "maxReplica"), 8, "unknown field `maxReplica`"),
-    ],
-)
-def test_a_wrong_field_of_kuberay_is_found(place: tuple[str | int, ...], value: Any, error: str) -> None:
-    document: Any = copy.deepcopy(CLUSTER)
-    *parents, name = place
-    part = document
-    for parent in parents:
-        part = part[parent]
-    part[name] = value
-    with pytest.raises(msgspec.ValidationError, match=error):
-        msgspec.convert(document, RayCluster)
-    if CRDS is not None:
-        assert list(checked_by_definitions(document, Path(CRDS)))
-
-
 @pytest.mark.skipif(CRDS is None, reason="needs KUBERAY_CRDS, a file that `helm show crds` made")
 @pytest.mark.parametrize("document", [CLUSTER, JOB], ids=SPECS)
 def test_kuberays_own_definitions_accept_its_resources(document: dict[str, Any]) -> None:
@@ -133,11 +110,11 @@ def test_kuberays_own_definitions_accept_its_resources(document: dict[str, Any])
     assert list(checked_by_definitions(document, Path(CRDS))) == []
 
 
-def test_a_misspelled_setting_of_a_pod_is_found() -> None:
+def test_a_misspelled_setting_is_found() -> None:
     with pytest.raises(AssertionError, match=r"there is no \.spec\.containers\[0\]\.imagee"):
         check({"spec": {"containers": [{"name": "a", "imagee": "b"}]}}, core.PodTemplateSpec)
-    with pytest.raises(msgspec.ValidationError, match="securityContext"):
-        check({"spec": {"containers": [], "securityContext": {"runAsUser": "ray"}}}, core.PodTemplateSpec)
+    with pytest.raises(msgspec.ValidationError, match="unknown field `rayVersions`"):
+        msgspec.convert({**CLUSTER, "spec": {**CLUSTER["spec"], "rayVersions": "2.60.0"}}, RayCluster)
 
 
 @pytest.mark.parametrize("template", list(pod_templates()))
@@ -170,7 +147,7 @@ def test_ray_ends_before_kubernetes_kills_it(spec: dict[str, Any]) -> None:
         assert 60 <= int(values[variable]) < pod["terminationGracePeriodSeconds"]
 
 
-def test_the_head_is_on_no_spot_node_and_workers_may_be_on_any() -> None:
+def test_head_and_redis_are_on_no_spot_node_and_workers_may_be_on_any() -> None:
     head, worker = (
         group["template"]["spec"]
         for group in (CLUSTER["spec"]["headGroupSpec"], CLUSTER["spec"]["workerGroupSpecs"][0])
@@ -185,10 +162,9 @@ def test_the_head_is_on_no_spot_node_and_workers_may_be_on_any() -> None:
         for expression in entry["preference"]["matchExpressions"]
     }
     assert "tolerations" not in head
-    assert {toleration["key"] for toleration in worker["tolerations"]} >= {
-        "nvidia.com/gpu",
-        "cloud.google.com/gke-spot",
-    }
+    assert {each["key"] for each in worker["tolerations"]} >= {"nvidia.com/gpu", "cloud.google.com/gke-spot"}
+    [stateful] = [document for name, document in REDIS.items() if name.startswith("StatefulSet/")]
+    assert stateful["spec"]["template"]["spec"]["affinity"] == head["affinity"]
 
 
 def test_a_job_has_the_same_cluster_without_redis() -> None:
@@ -269,12 +245,6 @@ def test_prometheus_scrapes_all_pods_of_ray() -> None:
         [head] = spec["headGroupSpec"]["template"]["spec"]["containers"]
         ports |= {port["name"] for port in head["ports"]}
     assert {endpoint["port"] for endpoint in monitor["podMetricsEndpoints"]} < ports
-
-
-def test_head_and_redis_are_on_no_spot_node() -> None:
-    head = CLUSTER["spec"]["headGroupSpec"]["template"]["spec"]
-    [stateful] = [document for name, document in REDIS.items() if name.startswith("StatefulSet/")]
-    assert stateful["spec"]["template"]["spec"]["affinity"] == head["affinity"]
 
 
 def test_image_and_ray_version_are_those_of_the_project() -> None:
