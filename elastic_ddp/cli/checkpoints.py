@@ -62,7 +62,8 @@ def ls(run: RunFolder, as_json: AsJson = False) -> None:
     for row in rows:
         if row["error"] is not None:
             out.print(printable(f"step {row['step']:,} is bad: {row['error']}"))
-    if note := _set_aside_note(catalog):
+    note = _set_aside_note(catalog)
+    if note:
         out.print(note)
 
 
@@ -74,7 +75,8 @@ def verify(
 
     The exit status is 1 if a commit is bad.
     """
-    catalog, is_bad = _catalog(run), False
+    catalog = _catalog(run)
+    is_bad = False
     for number, commit in _select(catalog, run, step):
         result = "all bytes are intact"
         try:
@@ -84,9 +86,11 @@ def verify(
         except FileNotFoundError:
             result = "removed during the check, by a live run that does not keep it"
         except CheckpointError as error:
-            result, is_bad = f"bad: {error}", True
+            result = f"bad: {error}"
+            is_bad = True
         console().print(printable(f"step {number:,}: {result}"))
-    if note := _set_aside_note(catalog):
+    note = _set_aside_note(catalog)
+    if note:
         console().print(note)
     if is_bad:
         raise typer.Exit(1)
@@ -238,7 +242,8 @@ def _retention(keep: int | None, every_steps: int | None, best: int, metric: str
 @contextmanager
 def _exclusive_access(run: str) -> Iterator[DriverLease]:
     """Holds the run's lease, so that no driver is live or starts."""
-    storage, name = Storage(run), run.rstrip("/").rpartition("/")[2]
+    storage = Storage(run)
+    name = run.rstrip("/").rpartition("/")[2]
     with DriverLease(storage, name, new_session, lambda text: Console(stderr=True).print(text)) as lease:
         try:
             lease.acquire()
@@ -278,7 +283,8 @@ def _best_step(catalog: CommitCatalog, run: str) -> int:
 
     sessions = [event for event in read_ledger(Storage(run)) if isinstance(event, SessionStarted)]
     settings = sessions[-1].config.get("checkpoint", {}) if sessions else {}
-    metric, mode = settings.get("best_metric"), settings.get("best_mode", "min")
+    metric = settings.get("best_metric")
+    mode = settings.get("best_mode", "min")
     intact = [commit for _, commit in _select(catalog, run, None) if not isinstance(commit, StorageError)]
     found = best_commit(intact, metric, mode) if metric is not None else None
     if found is None:
@@ -294,7 +300,8 @@ def _best_step(catalog: CommitCatalog, run: str) -> int:
 def _no_commits(run: str, catalog: CommitCatalog) -> ConfigError:
     from elastic_ddp.worker.job import COMMITS
 
-    if note := _set_aside_note(catalog):
+    note = _set_aside_note(catalog)
+    if note:
         return ConfigError(f"{run}: no commit is left. {note}")
     parent, is_inside, _ = run.rpartition(f"/{COMMITS}")
     folder = f"the run's folder, {parent}" if is_inside else "<storage>/<name>"

@@ -55,7 +55,8 @@ def doctor(
 
 
 def _print(findings: list[Finding]) -> None:
-    out, rows = console(), table("check", "node", "", "finding", text=("check", "node", "finding"))
+    out = console()
+    rows = table("check", "node", "", "finding", text=("check", "node", "finding"))
     for each in findings:
         rows.add_row(each.check, each.node, Text(each.verdict, style=_STYLES[each.verdict]), each.text)
     out.print(rows)

@@ -35,9 +35,12 @@ def events(
     Each line has the time, the number of the session, the kind and the fields of an event. Long texts are cut; --json
     prints them whole. The command needs no cluster.
     """
-    if unknown := [name for name in kind or () if name not in EVENTS]:
+    unknown = [name for name in kind or () if name not in EVENTS]
+    if unknown:
         raise ConfigError(f"--kind {unknown[0]}: there is no event of this kind. Use one of {', '.join(EVENTS)}.")
-    ledger, out, sessions = RunLedger(run), console(), dict[str, int]()
+    ledger = RunLedger(run)
+    out = console()
+    sessions = dict[str, int]()
     for batch in _follow(ledger) if follow else [ledger.read()]:
         for event in batch:
             sessions.setdefault(event.session, len(sessions) + 1)

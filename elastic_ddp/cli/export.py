@@ -37,7 +37,8 @@ def _write_safetensors(weights: dict[str, Any], file: Path) -> str | None:
     from safetensors.torch import save_file
 
     tensors = {name: value for name, value in weights.items() if isinstance(value, torch.Tensor)}
-    if refused := [f"{name} ({tensor.dtype})" for name, tensor in tensors.items() if not _is_supported(tensor.dtype)]:
+    refused = [f"{name} ({tensor.dtype})" for name, tensor in tensors.items() if not _is_supported(tensor.dtype)]
+    if refused:
         raise ConfigError(f"safetensors does not support the dtype of {shorten(refused, 5)}. Export to a .pt file.")
     # Tied weights are one tensor with two names, which the format does not support.
     save_file({name: tensor.clone().contiguous() for name, tensor in tensors.items()}, file)
@@ -63,7 +64,8 @@ def _write_torch(weights: dict[str, Any], file: Path) -> str | None:
 
     with file.open("wb") as out:  # given a path, torch hides the OSError
         torch.save(weights, out)
-    if unsafe := torch.serialization.get_unsafe_globals_in_checkpoint(file):
+    unsafe = torch.serialization.get_unsafe_globals_in_checkpoint(file)
+    if unsafe:
         return f"torch.load needs weights_only=False, because the weights contain {shorten(unsafe, 5)}"
     return None
 

@@ -172,7 +172,7 @@ def _describe_run(facts: Mapping[str, Any]) -> RenderableType:
         f", {plural(standbys, 'standby')}" if standbys else "",
         *(f"\n  {line}" for line in describe_step(facts)),
         f"\n  {facts['waiting_for']}" if facts["waiting_for"] else "",
-        f"\n  submitted as job {job}" if (job := facts["driver"].get("job")) else "",
+        f"\n  submitted as job {facts['driver']['job']}" if facts["driver"]["job"] else "",
     )
 
 
@@ -190,8 +190,10 @@ def _describe_workers(facts: Mapping[str, Any]) -> RenderableType:
         if all(member["node_id"] != node_id for member in facts["members"]):
             nodes.add_row(node_id, "(drained)")
     parts: list[RenderableType] = [Text(), workers, Text(), nodes]
-    if (failure := facts["last_worker_failure"]) is not None:
-        when, reason = format_time(failure["time"], "%H:%M:%S"), first_line(failure["error"])
+    failure = facts["last_worker_failure"]
+    if failure is not None:
+        when = format_time(failure["time"], "%H:%M:%S")
+        reason = first_line(failure["error"])
         parts += [Text(), Text(f"A worker failed at {when}: {reason}")]
     return Group(*parts)
 
@@ -289,7 +291,8 @@ def verify(run: LiveRun) -> None:
     Its ranks compute a micro-batch of each other again and compare bits. The command returns when that is done. The
     exit status is 1 if bits differ.
     """
-    if found := get_run(run).verify():
+    found = get_run(run).verify()
+    if found:
         console().print(printable(f"run {run}: {found}"))
         raise typer.Exit(1)
     console().print(f"run {run}: all ranks compute the same bits")
@@ -316,7 +319,8 @@ def show(run: RecordedRun, as_json: AsJson = False) -> None:
     It has the progress, the time, the generations and the hashes of the run. The command needs no cluster.
     """
     ledger = RunLedger(run)
-    summary, is_alive = summarize(ledger.read(), storage=ledger.storage.uri), ledger.is_driver_alive()
+    summary = summarize(ledger.read(), storage=ledger.storage.uri)
+    is_alive = ledger.is_driver_alive()
     if summary["status"] == "unfinished" and is_alive:
         summary["status"] = "running"
     if as_json:

@@ -71,7 +71,8 @@ def _report(facts: Mapping[str, Any]) -> Iterator[RenderableType]:
     if done:
         yield Text(f"\nTraces, for https://ui.perfetto.dev or chrome://tracing, in {facts['uri']}:")
         yield from (Text(f"  {rank['trace']}") for rank in done)
-    if snapshots := [rank["snapshot"] for rank in done if rank["snapshot"]]:
+    snapshots = [rank["snapshot"] for rank in done if rank["snapshot"]]
+    if snapshots:
         yield Text("Memory snapshots, for https://pytorch.org/memory_viz:")
         yield from (Text(f"  {snapshot}") for snapshot in snapshots)
 
@@ -81,7 +82,9 @@ def _times(ranks: Sequence[Mapping[str, Any]]) -> RenderableType:
     names = ("compute", "communication", "overlap", "idle")
     rows = table("rank", "node", "steps", "s/step", *names, "peak memory", text=("node",))
     for rank in ranks:
-        first, num_steps, window_s = rank["first_step"], rank["num_steps"], rank["window_s"]
+        first = rank["first_step"]
+        num_steps = rank["num_steps"]
+        window_s = rank["window_s"]
         shares = [f"{100 * rank[f'{name}_s'] / window_s:.1f} %" if window_s else "-" for name in names]
         memory = f"{rank['peak_memory_bytes'] / _MIB:,.0f} MiB"
         steps = f"{first}-{first + num_steps - 1}" if num_steps > 1 else str(first)
@@ -93,7 +96,8 @@ def _operators(ranks: Sequence[Mapping[str, Any]]) -> RenderableType:
     rows = table("rank", "ms/step", "calls/step", "operator", text=("operator",))
     for rank in ranks:
         for operator in rank["operators"][:_SHOWN_OPERATORS]:
-            ms, calls = 1000 * operator["seconds"] / rank["num_steps"], operator["calls"] / rank["num_steps"]
+            ms = 1000 * operator["seconds"] / rank["num_steps"]
+            calls = operator["calls"] / rank["num_steps"]
             rows.add_row(str(rank["rank"]), f"{ms:.3f}", f"{calls:,.4g}", _cut(operator["name"]))
     return rows
 

@@ -37,7 +37,8 @@ def report(
     histories = []
     for run in runs:
         ledger = RunLedger(run)
-        history, is_alive = read_history(ledger.read()), ledger.is_driver_alive()
+        history = read_history(ledger.read())
+        is_alive = ledger.is_driver_alive()
         if history.summary["status"] == "unfinished" and is_alive:
             history.summary["status"] = "running"
         elif history.summary["status"] == "unfinished" and is_alive is False:

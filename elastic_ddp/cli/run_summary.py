@@ -46,14 +46,16 @@ def render(summary: Mapping[str, Any], *, driver_is_dead: bool = False) -> Rende
 def _facts(summary: Mapping[str, Any], status: Text) -> Table:
     facts = facts_table()
     facts.add_row("status", status)
-    total, interval_s, bottleneck = (summary[name] for name in ("total_steps", "commit_interval_s", "bottleneck"))
+    total = summary["total_steps"]
+    interval_s = summary["commit_interval_s"]
+    bottleneck = summary["bottleneck"]
     loss = summary["loss"]
     newest = f"last {bottleneck['num_steps']:,} steps" if bottleneck else ""
     rows = {
         "error": summary["error"],
         "steps": _number(summary["steps"])
         + (f" of {total:,}" if total not in (None, summary["steps"]) else "")
-        + (f", {skipped:,} skipped" if (skipped := summary.get("skipped_steps")) else ""),
+        + (f", {summary['skipped_steps']:,} skipped" if summary.get("skipped_steps") else ""),
         "corruption": _corruption(summary),
         "epochs": _number(summary["epochs"]),
         "samples": _number(summary["samples"]) + _rates(summary),
@@ -66,8 +68,8 @@ def _facts(summary: Mapping[str, Any], status: Text) -> Table:
             f"{name} {_number(value)}{_at_step(summary['evaluated_at'].get(name), summary)}"
             for name, value in summary["metrics"].items()
         ),
-        "whole run": f"step {phases}" if (phases := describe_phases(summary["phases"])) else "",
-        newest: f"bound by {verdict}" if (verdict := describe_bottleneck(bottleneck)) else "",
+        "whole run": f"step {describe_phases(summary['phases'])}" if summary["phases"] else "",
+        newest: f"bound by {describe_bottleneck(bottleneck)}" if bottleneck else "",
         "GPU memory": "" if summary["memory_bytes"] is None else f"{format_gib(summary['memory_bytes'])} peak",
         "workers": workers_gone(summary),
         "sessions": summary["sessions"],
@@ -85,7 +87,8 @@ def _facts(summary: Mapping[str, Any], status: Text) -> Table:
 
 def _corruption(summary: Mapping[str, Any]) -> str:
     """Returns what verified steps found; nothing without one."""
-    count, step = summary.get("corruptions"), summary.get("verified_step")
+    count = summary.get("corruptions")
+    step = summary.get("verified_step")
     if count:
         return f"found {plural(count, 'time')}; `elastic-ddp events` has the ranks"
     return "" if step is None else f"none up to step {step:,}, the newest verified state"
@@ -116,7 +119,8 @@ def _generations(summary: Mapping[str, Any]) -> Table:
 def _scaling(summary: Mapping[str, Any]) -> Table:
     rows = table("workers", "samples/s", "per worker", "efficiency", "steps")
     for row in summary["scaling"]:
-        per_worker, efficiency = row["samples_per_s_per_worker"], row["efficiency"]
+        per_worker = row["samples_per_s_per_worker"]
+        efficiency = row["efficiency"]
         rates = format_rate(row["samples_per_s"]), format_rate(per_worker)
         rows.add_row(f"{row['world_size']:,}", *rates, f"{efficiency:.0%}", f"{row['steps']:,}")
     return rows
@@ -148,7 +152,8 @@ def training_rate(summary: Mapping[str, Any]) -> float | None:
 
 
 def _rates(summary: Mapping[str, Any]) -> str:
-    training, whole = training_rate(summary), summary["samples_per_second"]
+    training = training_rate(summary)
+    whole = summary["samples_per_second"]
     if not whole:
         return ""
     over_all = f"{format_rate(whole)} samples/s over the whole time"
@@ -173,7 +178,8 @@ def _number(value: Any) -> str:
 
 def describe_step(facts: Mapping[str, Any]) -> list[str]:
     """Returns lines about the phases of a step, and what bounds the run. `facts` as in `RunHandle.status`."""
-    measured, bottleneck = facts["phases"], facts["bottleneck"]
+    measured = facts["phases"]
+    bottleneck = facts["bottleneck"]
     if measured is None:
         is_new = facts["state"] == "training"
         return [f"phases: known after {MIN_STEPS} steps of this generation"] if is_new else []
@@ -183,7 +189,8 @@ def describe_step(facts: Mapping[str, Any]) -> list[str]:
 
 def columns_of_ranks(facts: Mapping[str, Any]) -> dict[str, list[str]]:
     """Returns what is measured of each rank, by the name of the column: the values in the order of ranks."""
-    measured, columns = facts["phases"], dict[str, list[str]]()
+    measured = facts["phases"]
+    columns = dict[str, list[str]]()
     ranks = {member["rank"] for member in facts["members"]}
     if measured is None or not ranks <= set(range(len(measured["work_s"]))):
         return columns
@@ -195,19 +202,17 @@ def columns_of_ranks(facts: Mapping[str, Any]) -> dict[str, list[str]]:
     return columns
 
 
-def describe_phases(phases: Mapping[str, float] | None) -> str:
-    """Returns the duration of a step and the share of each phase, the largest first; empty if nothing is measured."""
-    step_s = sum(phases.values()) if phases else 0.0
-    if not phases or not step_s:
-        return ""
+def describe_phases(phases: Mapping[str, float]) -> str:
+    """Returns the duration of a step and the share of each phase, the largest first."""
+    step_s = sum(phases.values())
     shares = sorted(((seconds / step_s, phase) for phase, seconds in phases.items()), reverse=True)
     named = [f"{phase} {100 * share:.0f} %" for share, phase in shares if share >= 0.005]
     return f"{_step_time(step_s)}: {', '.join(named)}"
 
 
-def describe_bottleneck(bottleneck: Mapping[str, Any] | None) -> str:
-    """Returns the bottleneck of a run and the advice; empty without a verdict."""
-    return "" if bottleneck is None else f"{bottleneck['kind']}: {bottleneck['reason']} {bottleneck['advice']}"
+def describe_bottleneck(bottleneck: Mapping[str, Any]) -> str:
+    """Returns the bottleneck of a run and the advice."""
+    return f"{bottleneck['kind']}: {bottleneck['reason']} {bottleneck['advice']}"
 
 
 def format_gib(num_bytes: int) -> str:

@@ -51,7 +51,8 @@ class RunLedger:
         self.storage = Storage(folder)
         self._reader = LedgerReader(self.storage)
         self._first = self._reader.read()
-        if not self._first and (sessions := list_sessions(self.storage)):
+        sessions = [] if self._first else list_sessions(self.storage)
+        if sessions:
             raise ConfigError(
                 f"{self.storage.uri}/ledger/{sessions[-1]}-000000.jsonl is empty or damaged, so there is nothing to "
                 "show. The commits are not affected: `elastic-ddp checkpoints ls` lists them, and the same command "

@@ -168,6 +168,7 @@ def status_of(run: str) -> Mapping[str, Any]:
     try:
         return get_run(run).status()
     except ElasticDDPError as error:
-        if (text := dead_drivers(()).get(run.rstrip("/").rpartition("/")[2])) is not None:
+        text = dead_drivers(()).get(run.rstrip("/").rpartition("/")[2])
+        if text is not None:
             raise ConfigError(f"run {run!r} is not live: {text}") from error
         raise

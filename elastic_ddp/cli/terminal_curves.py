@@ -57,13 +57,18 @@ class Timeline:
 
     def losses(self, columns: int) -> list[float]:
         """The last known loss in each interval; NaN before the first of a session, and after the last."""
-        found, until, session = [math.nan] * columns, 0, None
+        found = [math.nan] * columns
+        until = 0
+        session = None
         for point in self._history.points:
-            if (loss := value_of(point, "loss")) is not None:
+            loss = value_of(point, "loss")
+            if loss is not None:
                 column = self._column(point.at, columns)
                 if session == point.session:
                     found[until:column] = found[until - 1 : until] * (column - until)
-                found[column], until, session = loss, column + 1, point.session
+                found[column] = loss
+                until = column + 1
+                session = point.session
         return found
 
     def _column(self, at: float, columns: int) -> int:
@@ -76,7 +81,8 @@ def sparkline(values: Iterable[float], *, floor: float | None = None) -> str:
     known = [value for value in values if not math.isnan(value)]
     if not known:
         return ""
-    low, high = min(known) if floor is None else floor, max(known)
+    low = min(known) if floor is None else floor
+    high = max(known)
     bars = []
     for value in values:
         share = 0.0 if high <= low else (value - low) / (high - low)

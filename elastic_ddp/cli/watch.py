@@ -49,7 +49,8 @@ def watch(
     commits, the workers of each node, and the newest events. It is read from the run's ledger, so the command needs no
     cluster. It ends with the run, or on Ctrl-C, which does not disturb the run.
     """
-    ledger, out = RunLedger(run), console()
+    ledger = RunLedger(run)
+    out = console()
     events = ledger.read()
     if once or not out.is_terminal:
         out.width = min(out.width, MAX_WIDTH)
@@ -76,7 +77,8 @@ def frame(ledger: Sequence[Event], now: float, *, width: int = 80, driver_is_dea
         driver_is_dead: whether the driver is known to be dead.
     """
     history = read_history(ledger)
-    summary, state = history.summary, state_of(ledger, driver_is_dead=driver_is_dead)
+    summary = history.summary
+    state = state_of(ledger, driver_is_dead=driver_is_dead)
     width = min(width, MAX_WIDTH)
     columns = max(8, width - LABEL_WIDTH - 15)
     timeline = Timeline(history, max(0.0, now - ledger[-1].time) if state.is_live else None)
@@ -99,11 +101,13 @@ def _heading(summary: Mapping[str, Any], state: str, seconds: float) -> Text:
 
 def _progress(summary: Mapping[str, Any], ledger: Sequence[Event], rate: MovingRate | None, width: int) -> Table:
     started = last_of(ledger, events.SessionStarted)
-    done, total = summary["steps"] or 0, summary["total_steps"] or (started and started.total_steps)
+    done = summary["steps"] or 0
+    total = summary["total_steps"] or (started and started.total_steps)
     text = f"step {done:,}" + ("" if total is None else f" of {total:,}")
     if total and rate is not None and (steps_per_s := rate.steps_per_s):
         text += f"  {clock_face(max(0, total - done) / steps_per_s)} left"
-    line, columns = Table.grid(padding=(0, 1)), min(36, width - len(text) - 2)
+    line = Table.grid(padding=(0, 1))
+    columns = min(36, width - len(text) - 2)
     bar = [ProgressBar(total=total, completed=min(done, total), width=columns)] if total and columns >= 8 else []
     line.add_row(*bar, text)
     return line
@@ -111,7 +115,9 @@ def _progress(summary: Mapping[str, Any], ledger: Sequence[Event], rate: MovingR
 
 def _curves(summary: Mapping[str, Any], rate: MovingRate | None, timeline: Timeline, columns: int) -> Table:
     """Workers, throughput and loss, over the same time: a dip in one stands below its cause in another."""
-    rates, sizes, losses = (timeline.samples_per_s(columns), timeline.world_sizes(columns), timeline.losses(columns))
+    rates = timeline.samples_per_s(columns)
+    sizes = timeline.world_sizes(columns)
+    losses = timeline.losses(columns)
     samples_per_s, mean = (rate.samples_per_s, "") if rate is not None else (training_rate(summary), "mean ")
     figure = "-" if samples_per_s is None else f"{mean}{format_rate(samples_per_s)}"
     rows = Table.grid(padding=(0, 2, 0, 0))
@@ -141,10 +147,13 @@ def _phases(summary: Mapping[str, Any], ledger: Sequence[Event], columns: int) -
     """The phases of the newest steps, if the current generation has measured some, and what bounds the run."""
     since = max((n for n, event in enumerate(ledger) if isinstance(event, events.GenerationStarted)), default=0)
     measured = [event for event in ledger[since:] if isinstance(event, events.PhasesMeasured)]
-    if (newest := phases.newest(measured)) is None:
+    newest = phases.newest(measured)
+    if newest is None:
         return Text()
     step_s = math.fsum(newest.phases.values()) or 1.0
-    bar, legend, done_s = Text(), list[Text](), 0.0
+    bar = Text()
+    legend = list[Text]()
+    done_s = 0.0
     for (name, seconds), style in zip(newest.phases.items(), _PHASE_STYLES, strict=False):
         done_s += seconds
         bar.append("█" * (round((columns + 12) * done_s / step_s) - len(bar)), style=style)
@@ -160,35 +169,43 @@ def _phases(summary: Mapping[str, Any], ledger: Sequence[Event], columns: int) -
 
 def _facts(summary: Mapping[str, Any], ledger: Sequence[Event], now: float) -> Table:
     rows = facts_table()
-    if (newest := last_of(ledger, events.CommitSucceeded)) is not None:
+    newest = last_of(ledger, events.CommitSucceeded)
+    if newest is not None:
         age = clock_face(max(0.0, now - newest.time))
         size = "" if newest.num_bytes is None else f", {decimal(newest.num_bytes)}"
         facts = f"newest at step {newest.step:,}, {age} ago ({newest.seconds:.2f} s{size})"
         rows.add_row("commits", f"{summary['commits']:,}, {facts}")
-    if (share := summary["goodput"]["goodput"]) is not None:
+    share = summary["goodput"]["goodput"]
+    if share is not None:
         rows.add_row("goodput", f"{100 * share:.1f} %")
-    if gone := workers_gone(summary):
+    gone = workers_gone(summary)
+    if gone:
         rows.add_row("workers", gone)
     return rows
 
 
 def _members(ledger: Sequence[Event]) -> Table:
     """The ranks on each node, and their GPU memory."""
-    formed, measured = last_of(ledger, events.GenerationFormed), last_of(ledger, events.PhasesMeasured)
-    rows, nodes = facts_table(), dict[str, list[int]]()
+    formed = last_of(ledger, events.GenerationFormed)
+    measured = last_of(ledger, events.PhasesMeasured)
+    rows = facts_table()
+    nodes = dict[str, list[int]]()
     if formed is None:
         return rows
     memory: Sequence[int] = []
     busy: Sequence[float | None] = []
     if measured is not None and (measured.generation, measured.session) == (formed.generation, formed.session):
-        memory, busy = measured.memory_bytes or [], measured.utilization or []
+        memory = measured.memory_bytes or []
+        busy = measured.utilization or []
     for member in formed.members:
         nodes.setdefault(str(member.get("node")), []).append(int(member.get("rank", 0)))
     for node, ranks in nodes.items():
         facts = [f"{plural(len(ranks), 'worker')}, rank {ranges(sorted(ranks))}"]
-        if used := [memory[rank] for rank in ranks if rank < len(memory)]:
+        used = [memory[rank] for rank in ranks if rank < len(memory)]
+        if used:
             facts.append(f"GPU memory {format_gib(max(used))}")
-        if shares := [share for rank in ranks if rank < len(busy) and (share := busy[rank]) is not None]:
+        shares = [share for rank in ranks if rank < len(busy) and (share := busy[rank]) is not None]
+        if shares:
             facts.append(f"GPU busy {100 * sum(shares) / len(shares):.0f} %")
         rows.add_row(node, "  ".join(facts))
     return rows

@@ -67,7 +67,8 @@ def explain_wait(
     """
     needs = {name: amount for name, amount in resources_per_worker.items() if amount}
     drained = f" ({use.num_draining} nodes are being drained)" if use.num_draining else ""
-    if (shortage := explain_shortage(use.total, needs, min_workers)) is not None:
+    shortage = explain_shortage(use.total, needs, min_workers)
+    if shortage is not None:
         return f"waiting for nodes: {shortage}{drained}"
     fitting = sum(workers_that_fit(node, needs) for node in use.free)
     if use.num_own + fitting >= min_workers and not is_late:

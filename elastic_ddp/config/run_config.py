@@ -75,7 +75,8 @@ class CheckpointConfig(Settings):
         def given(*names: str) -> list[str]:
             return [f"{name}={value!r}" for name in names if (value := getattr(self, name)) is not None]
 
-        fixed, measured = given("every_steps", "every_epochs", "every_seconds"), given("interval", "max_overhead")
+        fixed = given("every_steps", "every_epochs", "every_seconds")
+        measured = given("interval", "max_overhead")
         if fixed and measured:
             raise ValueError(
                 f"checkpoint with {' and '.join(fixed + measured)}: the interval is either fixed or measured; give "
@@ -289,7 +290,9 @@ class RunConfig(Settings):
 
     @model_validator(mode="after")
     def _check_strategy(self) -> Self:
-        fsdp, size, most = self.fsdp, self.fsdp.shard_size, self.max_workers
+        fsdp = self.fsdp
+        size = self.fsdp.shard_size
+        most = self.max_workers
         if self.ddp.comm_hook is not None and (self.strategy, self.reduction) != ("ddp", "native"):
             settings = f"strategy={self.strategy!r} and reduction={self.reduction!r}"
             raise ValueError(
@@ -352,7 +355,8 @@ class RunConfig(Settings):
                 f"micro_batch_size={self.micro_batch_size}; use global_batch_size={' or '.join(choices)}"
             )
         for name in ("min_workers", "standby_workers"):
-            if (value := getattr(self, name)) > self.max_workers:
+            value = getattr(self, name)
+            if value > self.max_workers:
                 raise ValueError(
                     f"{name}={value} is above max_workers={self.max_workers}; "
                     f"raise max_workers or use {name}={self.max_workers}"
@@ -365,7 +369,8 @@ class RunConfig(Settings):
             )
         if self.even_micro_batches and self.num_micro_batches % self.max_workers:
             even = [size for size in range(1, self.num_micro_batches + 1) if self.num_micro_batches % size == 0]
-            below, above = max(filter(self.max_workers.__gt__, even)), min(filter(self.max_workers.__lt__, even))
+            below = max(filter(self.max_workers.__gt__, even))
+            above = min(filter(self.max_workers.__lt__, even))
             raise ValueError(
                 f"max_workers={self.max_workers} does not divide the {self.num_micro_batches} micro-batches of a step, "
                 f"as even_micro_batches requires; use max_workers={below} or {above}"
@@ -375,7 +380,8 @@ class RunConfig(Settings):
                 f"hang_timeout_s={self.hang_timeout_s:g} is below heartbeat_timeout_s={self.heartbeat_timeout_s:g}; "
                 "raise hang_timeout_s, so that a failed worker is not reported as a hang"
             )
-        if (gpus := self.resources_per_worker.get("GPU", 0.0)) > 1.0:
+        gpus = self.resources_per_worker.get("GPU", 0.0)
+        if gpus > 1.0:
             raise ValueError(f"resources_per_worker GPU={gpus:g}: a worker trains on at most one GPU; use 1 or less")
         if not any(self.resources_per_worker.values()):
             raise ValueError(

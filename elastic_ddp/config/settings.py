@@ -96,7 +96,8 @@ def _explain(error: ValidationError, model: type[BaseModel]) -> str:
 
 
 def _explain_problem(problem: Mapping[str, Any], model: type[BaseModel]) -> str:
-    setting, value = ".".join(map(str, problem["loc"])), problem["input"]
+    setting = ".".join(map(str, problem["loc"]))
+    value = problem["input"]
     match problem["type"]:
         case "extra_forbidden":
             return f"{setting}={value!r}: there is no such setting; {_suggest_settings(problem['loc'], model)}"

@@ -35,7 +35,8 @@ def check_storage_uri(storage: str) -> str:
         raise ConfigError(
             f"storage={storage!r} names no folder or bucket; give a path or a URI such as s3://bucket/runs"
         )
-    if (uri := mistyped_uri(storage)) is not None:
+    uri = mistyped_uri(storage)
+    if uri is not None:
         raise ConfigError(f"storage={storage!r} is neither a path nor a URI; did you mean {uri}?")
     known = {*fsspec.available_protocols(), *fsspec.registry} - {"http", "https"}
     if separator and protocol not in known:

@@ -74,7 +74,9 @@ def check_driver(cluster: Cluster) -> Iterator[Result]:
     for node, facts in cluster.known:
         if not node.num_gpus:
             continue
-        cuda, driver, newest_cuda = facts.cuda, facts.driver, facts.driver_cuda
+        cuda = facts.cuda
+        driver = facts.driver
+        newest_cuda = facts.driver_cuda
         if cuda is None:
             yield "fail", "torch is a build without CUDA. Install a CUDA build, such as the one of PyPI.", node.name
         elif driver is None:
@@ -162,7 +164,8 @@ def check_gpus(cluster: Cluster) -> Iterator[Result]:
     """The GPUs in Ray's resources exist, torch can use them, and those that Ray counts as free are not in use."""
     nodes = [(node, facts) for node, facts in cluster.known if node.num_gpus or facts.gpus]
     for node, facts in nodes:
-        present, in_ray = len(facts.gpus), node.num_gpus
+        present = len(facts.gpus)
+        in_ray = node.num_gpus
         if present < in_ray:
             why = f" ({facts.gpu_error})" if facts.gpu_error else ""
             text = f"Ray has GPU={in_ray}, and {present} are present{why}."
@@ -196,7 +199,8 @@ def check_cpus(cluster: Cluster) -> Iterator[Result]:
     """Ray's CPUs exist, and some are left for the data pipelines."""
     nodes = [(node, facts) for node, facts in cluster.known if node.can_work]
     for node, facts in nodes:
-        cpus, usable = node.resources.get("CPU", 0.0), facts.usable_cpus
+        cpus = node.resources.get("CPU", 0.0)
+        usable = facts.usable_cpus
         workers = node.num_gpus or 1
         if cpus > usable + 0.5:
             text = f"Ray has CPU={cpus:g}, and its processes may use {usable:g}."
@@ -216,7 +220,8 @@ def check_cpus(cluster: Cluster) -> Iterator[Result]:
 def check_memory(cluster: Cluster) -> Iterator[Result]:
     """/dev/shm holds Ray's object store."""
     for node, facts in cluster.known:
-        shm, needed = facts.shm_bytes, node.resources.get("object_store_memory", 0.0)
+        shm = facts.shm_bytes
+        needed = node.resources.get("object_store_memory", 0.0)
         if shm < max(needed, 2 * _DOCKERS_SHM_BYTES):
             text = (
                 f"{shm / _MIB:,.0f} MiB, and Ray's object store is {needed / _MIB:,.0f} MiB. Give containers more: "
@@ -298,7 +303,8 @@ def check_connections(cluster: Cluster) -> Iterator[Result]:
 
 def check_group(cluster: Cluster, backend: str) -> Iterator[Result]:
     """A process group over all nodes forms, and an all-reduce has the expected value on every rank."""
-    if (results := cluster.groups.get(backend)) is None:
+    results = cluster.groups.get(backend)
+    if results is None:
         return
     size = len(results)
     expected = size * (size + 1) / 2
@@ -319,7 +325,8 @@ def check_untried_gpus(cluster: Cluster) -> Iterator[Result]:
     """Every node with GPUs is in the group of NCCL."""
     tried = cluster.groups.get("nccl", {})
     with_gpus = [node for node, _ in cluster.known if node.num_gpus and node.connect_problem is None]
-    if skipped := [node for node in with_gpus if node.name not in tried]:
+    skipped = [node for node in with_gpus if node.name not in tried]
+    if skipped:
         why = "gloo fails" if any(node.idle_gpus for node in skipped) else "no idle GPU that torch can use"
         yield "warn", f"not tried on {names(node.name for node in skipped)}: {why}", ALL
 

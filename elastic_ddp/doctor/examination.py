@@ -65,7 +65,8 @@ def _result(call: Any) -> Any:
         cause = error.cause
         return str(cause) if isinstance(cause, ElasticDDPError) else format_exception(cause)
     except ray.exceptions.RayError as error:
-        if missing := re.search(r"No module named '[^']+'", str(error)):
+        missing = re.search(r"No module named '[^']+'", str(error))
+        if missing:
             return f"{missing[0]}. Install elastic_ddp there in the version of this machine."
         return _COLORS.sub("", str(error)).strip().splitlines()[0]
 
@@ -138,7 +139,8 @@ class Examination:
             node.clock = min(reads, key=lambda clock: clock.uncertainty_s, default=None)
 
     def _read_clock(self, name: str) -> Clock | None:
-        start, started_at = time.perf_counter(), time.time()
+        start = time.perf_counter()
+        started_at = time.time()
         now = self._probes.call("now", {name: ()}, ANSWER_S)[name]
         half = (time.perf_counter() - start) / 2
         return None if isinstance(now, str) else Clock(offset_s=now - (started_at + half), uncertainty_s=half)

@@ -148,7 +148,8 @@ def find_token(environment: Mapping[str, str]) -> Token:
 def list_gpus(environment: Mapping[str, str]) -> tuple[tuple[Gpu, ...], str | None, str | None]:
     """Returns the GPUs that this process may use, NVIDIA's driver, and why `nvidia-smi` does not list any."""
     query = ["nvidia-smi", "--query-gpu=name,memory.used,memory.total,driver_version", "--format=csv,noheader,nounits"]
-    if visible := environment.get("CUDA_VISIBLE_DEVICES"):
+    visible = environment.get("CUDA_VISIBLE_DEVICES")
+    if visible:
         query.append(f"--id={visible}")
     try:
         done = subprocess.run(query, capture_output=True, text=True, timeout=_NVIDIA_SMI_S)
@@ -188,7 +189,8 @@ def _driver_cuda() -> int | None:
 
 def _source_hash() -> str:
     """Returns a hash of this package's source: two copies of one version may differ."""
-    package, digest = Path(__file__).parents[1], hashlib.sha256()
+    package = Path(__file__).parents[1]
+    digest = hashlib.sha256()
     for path in sorted(package.rglob("*.py")):
         digest.update(f"{path.relative_to(package)}\0".encode() + path.read_bytes())
     return digest.hexdigest()[:8]

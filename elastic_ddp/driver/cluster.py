@@ -139,6 +139,7 @@ def _prepare_connection(address: str, elsewhere: str) -> None:
     if has_port:
         check_port(address)
     use_token_on_this_machine(address)
-    if has_port and (nodes := nodes_if_none_is_here(address)) is not None:
+    nodes = nodes_if_none_is_here(address) if has_port else None
+    if nodes is not None:
         which = f" Its nodes are {shorten(nodes, _NODES_SHOWN)}." if nodes else ""
         raise ConfigError(f"this machine is not a node of the Ray cluster at {address}.{which} {elsewhere}")

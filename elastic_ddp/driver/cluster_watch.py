@@ -114,7 +114,8 @@ class WaitWatch:
         self._since = now if self._since is None else self._since
         if now - self._checked_at >= READ_S:
             self._checked_at = now
-            config, is_late = self._config, now - self._since >= LATE_S
+            config = self._config
+            is_late = now - self._since >= LATE_S
             with suppress(ray.exceptions.RayError):  # the cluster does not answer just now
                 use = self._read(config.name, draining)
                 self.reason = explain_wait(use, config.resources_per_worker, config.min_workers, is_late=is_late)

@@ -71,8 +71,10 @@ class LocalClient(RendezvousClient):
         self.profile_requests = SimpleQueue()
         self.disconnected = False
         self.heartbeat = SimpleNamespace(paused=nullcontext)  # type: ignore[assignment]
-        self.signals, self._num_joined = NO_SIGNALS, 0
-        self._on_event, self._hosted = on_event, HostedStore(_HOST)
+        self.signals = NO_SIGNALS
+        self._num_joined = 0
+        self._on_event = on_event
+        self._hosted = HostedStore(_HOST)
 
     def join(self, request: JoinRequest, *, failure: str | None = None, **_: Any) -> Assignment:
         """Returns the place in the next generation. Raises a WorkersFailedError after a failure: there is no peer."""
@@ -107,8 +109,11 @@ class LocalClient(RendezvousClient):
 @contextmanager
 def _environment(config: RunConfig) -> Iterator[None]:
     """Sets the variables of workers, and makes `breakpoint()` open pdb: Ray, once connected, sets its own debugger."""
-    before, except_hook, num_threads = dict(os.environ), sys.excepthook, torch.get_num_threads()
-    is_deterministic, benchmark = torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark
+    before = dict(os.environ)
+    except_hook = sys.excepthook
+    num_threads = torch.get_num_threads()
+    is_deterministic = torch.are_deterministic_algorithms_enabled()
+    benchmark = torch.backends.cudnn.benchmark
     if before.get("PYTHONBREAKPOINT", "").startswith("ray."):
         del os.environ["PYTHONBREAKPOINT"]
     os.environ.update(config.env)

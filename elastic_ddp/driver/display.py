@@ -51,7 +51,8 @@ class RunDisplay(Progress):
                 self._phase = f"evaluating ({event.name})"
             case events.EvaluationFinished():
                 self._phase = "training"
-        if (line := describe_event(event)) is not None:
+        line = describe_event(event)
+        if line is not None:
             self.note(line)
 
     def show_update(self, update: DriverUpdate) -> None:

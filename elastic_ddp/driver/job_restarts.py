@@ -46,7 +46,8 @@ def watch(
     failing_since: float | None = None
     while True:
         try:
-            is_new, client = client is None, client or connect()
+            is_new = client is None
+            client = client or connect()
             jobs = all_jobs(client)
             if first not in jobs:
                 return  # a person has deleted it
@@ -69,9 +70,9 @@ def watch(
 def give_up(first: str, why: str) -> None:
     """Records why the driver of a submission is not restarted; `elastic-ddp status` and `logs` show it."""
     jobs = jobs_here()
-    if first in jobs and (job := newest_of(jobs, jobs[first]).submission_id) is not None:
+    if first in jobs:
         with suppress(ElasticDDPError):  # a restart that the job server has accepted and not confirmed
-            forbid_restart(job, why)
+            forbid_restart(newest_of(jobs, jobs[first]).submission_id or first, why)
 
 
 class Restarts:

@@ -64,7 +64,8 @@ def submit(
         path = program.resolve().relative_to(working_dir.resolve()).as_posix()
     elif not program.is_absolute():
         raise ConfigError(f"{program}: with --no-working-dir, use the absolute path on the cluster's nodes.")
-    command, job = entrypoint(path, arguments, restarts), f"{program.stem}-{uuid.uuid4().hex[:6]}"
+    command = entrypoint(path, arguments, restarts)
+    job = f"{program.stem}-{uuid.uuid4().hex[:6]}"
     metadata = {FIRST: job, RESTARTS: str(restarts), RESOURCES: json.dumps(resources)}
     runtime_env: dict[str, Any] = {"env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": str(STOP_WAIT_S)}}
     if working_dir is not None:
@@ -104,7 +105,8 @@ def entrypoint(program: str, arguments: Sequence[str], restarts: int) -> str:
 
 def restart(client: JobSubmissionClient, jobs: Jobs, job: JobDetails) -> str | None:
     """Submits the job that restarts the driver of a job. Returns its id; None if the driver is not restarted."""
-    if (next_job := following(jobs, job)) is None:
+    next_job = following(jobs, job)
+    if next_job is None:
         return None
     metadata = {name: value for name, value in (job.metadata or {}).items() if not name.startswith(RUN)}
     return client.submit_job(
@@ -137,7 +139,8 @@ def all_jobs(client: JobSubmissionClient) -> Jobs:
 def find_job(client: JobSubmissionClient, run: str) -> JobDetails:
     """Returns the newest job of a run, given by its name, its folder, or the id of a job; ConfigError if none."""
     jobs = all_jobs(client)
-    if (job := find(jobs, run)) is None:
+    job = find(jobs, run)
+    if job is None:
         known = ", ".join(f"{id} ({describe(job)})" for id, job in jobs.items()) or "none"
         raise ConfigError(
             f"the cluster at {client.get_address()} has no submitted job of run {run!r}. Jobs: {known}. A job is known "
@@ -155,11 +158,14 @@ def stop_job(client: JobSubmissionClient, run: str) -> str | None:
     rejected: str | None = None
     while True:
         jobs = all_jobs(client)
-        if (job := find(jobs, run)) is None or (job := newest_of(jobs, job)).submission_id is None:
+        job = find(jobs, run)
+        if job is None:
             return None
-        if job.status.is_terminal() and following(jobs, job) is None:
+        job = newest_of(jobs, job)
+        if job.submission_id is None or (job.status.is_terminal() and following(jobs, job) is None):
             return None
-        if (next_job := next_id(job)) is not None and why_not_restarted(jobs, job) is None:
+        next_job = next_id(job)
+        if next_job is not None and why_not_restarted(jobs, job) is None:
             try:
                 client.submit_job(entrypoint="true", submission_id=next_job, metadata=marker(job, STOPPED))
             except RuntimeError as error:
@@ -193,11 +199,13 @@ def follow(
     `note` gets a line for each restart, and when the job server stops responding. Raises ElasticDDPError if it has not
     responded for `SILENT_S`, or does not know the job any more.
     """
-    num_written, silent_since = 0, None
+    num_written = 0
+    silent_since = None
     while True:
         num_written = follow_log(client, job, num_written, write)
         try:
-            jobs, silent_since = all_jobs(client), None
+            jobs = all_jobs(client)
+            silent_since = None
         except (OSError, RuntimeError) as error:
             if silent_since is None:
                 silent_since = clock()
@@ -210,16 +218,19 @@ def follow(
                 ) from error
             sleep(POLL_S)
             continue
-        if (details := jobs.get(job)) is None:
+        details = jobs.get(job)
+        if details is None:
             raise ElasticDDPError(
                 f"the cluster at {client.get_address()} does not know job {job} any more: it was deleted, or the head "
                 "was restarted without Redis. The same command resumes the run from its newest commit."
             )
         if details.status.is_terminal():
-            if (next_job := following(jobs, details)) is None:
+            next_job = following(jobs, details)
+            if next_job is None:
                 return details
             if next_job in jobs:
                 note(f"{job} {describe(details)}. {next_job} restarts it.")
-                job, num_written = next_job, 0
+                job = next_job
+                num_written = 0
                 continue
         sleep(POLL_S)

@@ -68,7 +68,8 @@ class RunMetrics:
     """
 
     def __init__(self, run: str, resume_from: Commit | None, clock: Callable[[], float] = time.time) -> None:
-        self._run, self._clock = run, clock
+        self._run = run
+        self._clock = clock
         self._gauges = {name: Gauge(PREFIX + name, text, ("run", *labels)) for name, (text, labels) in GAUGES.items()}
         self._counters = {
             name: Counter(PREFIX + name, text, ("run", *labels)) for name, (text, labels) in COUNTERS.items()
@@ -129,7 +130,8 @@ class RunMetrics:
                 self._set_world_size(0)
             case events.WorkerFailed():
                 self._record_failure(event)
-        if (kind := _FAILURES.get(type(event))) is not None:
+        kind = _FAILURES.get(type(event))
+        if kind is not None:
             self._count("failures_total", kind=kind)
         self._keep(event)
 

@@ -53,7 +53,8 @@ def check_nodes(
     others = {node_id: address for node_id, address in addresses.items() if address != here}
     if not others:
         return
-    if copied := next((file.path for file in files if COPIES in file.path), None):
+    copied = next((file.path for file in files if COPIES in file.path), None)
+    if copied:
         raise DataError(
             f"{copied} is in a copy of the working directory, of which each node has its own. Use a bucket, or the "
             "absolute path of a folder that all nodes share."

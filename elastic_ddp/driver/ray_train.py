@@ -43,7 +43,8 @@ def _run_worker(job: Job, rendezvous: RendezvousHandle) -> None:
 
     train_context = ray.train.get_context()
     runtime = ray.get_runtime_context()
-    node_id, is_standby = runtime.get_node_id(), not standby.has_place()
+    node_id = runtime.get_node_id()
+    is_standby = not standby.has_place()
     member = Member(
         id=str(runtime.get_actor_id()),
         rank_in_group=0 if is_standby else train_context.get_world_rank(),

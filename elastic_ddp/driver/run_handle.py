@@ -88,7 +88,8 @@ class RunHandle:
             ConfigError: `num_workers` is out of range or not an int.
         """
         status = self.status()
-        least, most = status["min_workers"], status["max_workers"]
+        least = status["min_workers"]
+        most = status["max_workers"]
         if isinstance(num_workers, bool) or not isinstance(num_workers, int):
             raise ConfigError(f"num_workers={num_workers!r} is not an int.")
         if not least <= num_workers <= most:
@@ -127,7 +128,8 @@ class RunHandle:
             known = sorted({f"{member['node']} ({member['node_id']})" for member in self.status()["members"]})
             nodes = ", ".join(known) or "none yet"
             raise ConfigError(f"run {self.name!r} has no worker on node {node!r}. Its nodes are {nodes}.")
-        end, leaving = time.monotonic() + deadline_s, set[str]()
+        end = time.monotonic() + deadline_s
+        leaving = set[str]()
         while remaining := {member["id"] for member in self.status()["members"] if member["node_id"] in node_ids}:
             leaving |= remaining
             if time.monotonic() > end:
@@ -155,7 +157,8 @@ class RunHandle:
         if not node_ids:
             known = ", ".join(f"{address} ({node_id})" for node_id, address in draining.items()) or "none"
             raise ConfigError(f"run {self.name!r} does not avoid node {node!r}. Drained nodes: {known}.")
-        if by_ray := set(node_ids) & draining_nodes().keys():
+        by_ray = set(node_ids) & draining_nodes().keys()
+        if by_ray:
             raise ConfigError(
                 f"Ray itself drains node {node} ({', '.join(by_ray)}), because of a spot notice, its autoscaler or "
                 "`ray drain-node`. That cannot be undone; restart Ray on the node: `ray stop`, then `ray start`."
@@ -203,7 +206,8 @@ class RunHandle:
         Raises:
             ElasticDDPError: the run has ended, or the driver of a submitted run has died and is restarted.
         """
-        if (job := self.status()["driver"].get("job")) is not None:
+        job = self.status()["driver"].get("job")
+        if job is not None:
             from elastic_ddp.driver.submissions import STOPPED, forbid_restart
 
             forbid_restart(job, STOPPED)
@@ -273,7 +277,8 @@ class RunHandle:
             raise ConfigError(
                 f"ranks={list(ranks)!r} are not different ranks of run {self.name!r}. Its ranks are now: {names}."
             )
-        if isinstance(request := self._call("request_profile", ranks, num_steps, memory), str):
+        request = self._call("request_profile", ranks, num_steps, memory)
+        if isinstance(request, str):
             raise ElasticDDPError(f"run {self.name!r} cannot be profiled: {request}. Try again later.")
         silent = {"error": f"no trace within {timeout_s:g} s. Use a longer timeout_s, or fewer steps."}
         workers = self._answers(request, timeout_s)
@@ -337,7 +342,8 @@ def get_run(run: str | PathLike[str]) -> RunHandle:
     try:
         return RunHandle(name, ray.get_actor(RENDEZVOUS_PREFIX + name, namespace=NAMESPACE))
     except ValueError:
-        others, cluster = ", ".join(live_runs()) or "none", ray.get_runtime_context().gcs_address
+        others = ", ".join(live_runs()) or "none"
+        cluster = ray.get_runtime_context().gcs_address
         raise ConfigError(
             f"run {name!r} is not live on the cluster at {cluster}. Live runs there: {others}. For another "
             "cluster, set RAY_ADDRESS to the address that the run printed, or use <storage>/<name>. If the run's "

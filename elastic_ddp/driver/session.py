@@ -150,7 +150,8 @@ class Session:
     def _show_wait(self, update: DriverUpdate) -> None:
         """Prints what the run waits for, and passes it to the rendezvous for `elastic-ddp status`."""
         before = self._wait_watch.reason
-        if (line := self._wait_watch.update(update.num_alive, update.draining)) is not None:
+        line = self._wait_watch.update(update.num_alive, update.draining)
+        if line is not None:
             self._display.note(line)
         if self._wait_watch.reason != before:
             self._call(self._rendezvous.set_waiting_for, self._wait_watch.reason)
@@ -183,7 +184,8 @@ class Session:
             try:
                 return self._get(method.remote(*arguments))
             except (ray.exceptions.RayActorError, ray.exceptions.RuntimeEnvSetupError) as error:
-                if (missing := import_failure(error)) is None:
+                missing = import_failure(error)
+                if missing is None:
                     raise
                 raise missing from None  # Ray's text is long
             except ray.exceptions.RayTaskError as error:
@@ -206,7 +208,8 @@ class Session:
         """Prints whether the GCS has gone away or come back. Once it is lost, the run has to commit and end."""
         if not self.stop_requests.requested and has_ray_ended(is_ending=False):
             self._gcs.is_lost = True  # no process restarts it
-        if (line := self._gcs.check()) is not None:
+        line = self._gcs.check()
+        if line is not None:
             self._display.note(line)
 
     def _check_ownership(self) -> None:
@@ -275,7 +278,8 @@ class Session:
 
     def _failure(self) -> dict[str, Any]:
         """The outcome if the workers have exited and none reported one."""
-        if (missing := import_failure(self._error)) is not None:
+        missing = import_failure(self._error)
+        if missing is not None:
             return _failed(str(missing), ConfigError)
         reason = str(self._error or "all workers exited without reporting a result")
         limit = self._job.config.max_restarts

@@ -76,7 +76,8 @@ def _takes(function: Any, num_arguments: int) -> bool:
 def check_runtime_env(runtime_env: Mapping[str, Any]) -> None:
     """Raises ConfigError for fields or values of a runtime environment that Ray does not have."""
     known = sorted(name for name in RuntimeEnv.known_fields - {"env_vars"} if not name.startswith("_"))
-    if unknown := [name for name in runtime_env if name not in known]:
+    unknown = [name for name in runtime_env if name not in known]
+    if unknown:
         raise ConfigError(
             f"runtime_env.{unknown[0]}: Ray's runtime environment has no such field; its fields are {', '.join(known)}"
         )
@@ -100,7 +101,9 @@ def check_identity(job: Job, *, may_replace: bool) -> None:
 
     A run without a commit (`may_replace`) gets a new record.
     """
-    storage, config, index = job.storage, job.config, job.index
+    storage = job.storage
+    config = job.config
+    index = job.index
     current = {**job.identity(), "data": index.fingerprint}
     record = json.dumps({**current, _DESCRIPTION: str(index)}, indent=1).encode()
     is_damaged = False
@@ -111,7 +114,8 @@ def check_identity(job: Job, *, may_replace: bool) -> None:
     except ValueError:
         print_note(f"{storage.uri}/{_IDENTITY} is damaged; it is written again from the newest commit")
         newest = CommitCatalog(storage.at(COMMITS)).latest()
-        recorded, is_damaged = None if newest is None else identity_of(newest.record), True
+        recorded = None if newest is None else identity_of(newest.record)
+        is_damaged = True
     if recorded is None:
         storage.write(_IDENTITY, record)
         return
@@ -154,7 +158,8 @@ def check_capacity(nodes: Sequence[Mapping[str, float]], config: RunConfig, *, n
 def warn_about_data(index: DatasetIndex | MapStyleIndex, config: RunConfig, note: Callable[[str], None]) -> None:
     """Prints a warning if the data set is read more than 1.5 times an epoch, is smaller than a global batch, or varies
     between reads."""
-    groups, lanes = len(index.group_rows), config.num_micro_batches
+    groups = len(index.group_rows)
+    lanes = config.num_micro_batches
     read_factor = (groups + lanes - 1) / groups
     if read_factor > 1.5 and isinstance(index, DatasetIndex):
         note(

@@ -61,7 +61,8 @@ def how_it_died(job: JobDetails) -> str | None:
 def next_id(job: JobDetails) -> str | None:
     """Returns the id of the job that restarts this job's driver; None if all restarts are used."""
     metadata = job.metadata or {}
-    if (first := metadata.get(FIRST)) is None or job.submission_id is None:
+    first = metadata.get(FIRST)
+    if first is None or job.submission_id is None:
         return None
     number = int(job.submission_id.removeprefix(first).removeprefix("-") or 0) + 1
     return None if number > int(metadata.get(RESTARTS, 0)) else f"{first}-{number}"
@@ -111,7 +112,8 @@ def outlook(jobs: Jobs, job: JobDetails) -> str:
     """Returns the state of a job, and of one whose driver died also whether it is restarted."""
     if how_it_died(job) is None:
         return describe(job)
-    if (next_job := following(jobs, job)) is not None:
+    next_job = following(jobs, job)
+    if next_job is not None:
         return f"{describe(job)}. Job {next_job} is going to restart it."
     number = (job.metadata or {}).get(RESTARTS, "0")
     used_up = "it was submitted without --restarts" if number == "0" else f"its restarts are used up ({number})"
@@ -124,7 +126,8 @@ def dead_drivers(jobs: Jobs, live: Collection[str]) -> dict[str, str]:
 
     Runs in `live` have a driver, and a driver that a person has submitted again is another one.
     """
-    seen, found = set(live), {}
+    seen = set(live)
+    found = {}
     for job in jobs.values():
         metadata = job.metadata or {}
         if FIRST not in metadata or NOT_RESTARTED in metadata:
@@ -146,7 +149,9 @@ def jobs_here() -> Jobs:
 def forbid_restart(job_id: str, why: str) -> None:
     """Forbids the restart of a driver; ElasticDDPError if it is there already. This process is connected to Ray."""
     jobs = jobs_here()
-    if (job := jobs.get(job_id)) is None or (next_job := next_id(job)) is None:
+    job = jobs.get(job_id)
+    next_job = None if job is None else next_id(job)
+    if job is None or next_job is None:
         return
     now = int(1000 * time.time())
     facts = {"status": JobStatus.STOPPED, "entrypoint": "true", "start_time": now, "end_time": now}
@@ -159,7 +164,10 @@ def forbid_pending_restart(run: str) -> bool:
     """Forbids the restart of a run's dead driver, as `forbid_restart` does. Returns whether one was pending."""
     jobs = jobs_here()
     job = find(jobs, run)
-    if job is None or (job := newest_of(jobs, job)).submission_id is None or following(jobs, job) is None:
+    if job is None:
+        return False
+    job = newest_of(jobs, job)
+    if job.submission_id is None or following(jobs, job) is None:
         return False
     forbid_restart(job.submission_id, STOPPED)
     return True

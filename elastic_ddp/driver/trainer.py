@@ -220,7 +220,8 @@ class ElasticTrainer:
         """
         from elastic_ddp.ray_internals.ray_messages import RayMessages, default_file  # depends on the version of Ray
 
-        started_at, after = time.time(), newest_number(self._storage)
+        started_at = time.time()
+        after = newest_number(self._storage)
         with (
             DriverLease(self._storage, self.config.name, new_session, print_note, after=after) as lease,
             closing(TemporaryFolder("run")) as snapshot_folder,
@@ -229,7 +230,8 @@ class ElasticTrainer:
             if self._finished_result(0) is None:  # a finished run is not written to, unless it gets more steps
                 lease.acquire()
             job = self._create_job(self._storage)
-            if (result := self._finished_result(job.total_steps)) is not None:
+            result = self._finished_result(job.total_steps)
+            if result is not None:
                 unit = "steps" if self.config.epochs is None else "epochs"
                 print_note(
                     f"run {self.config.name!r} has finished its {getattr(self.config, unit)} {unit}. To resume it, "
@@ -304,14 +306,17 @@ class ElasticTrainer:
         """Sends the steps of a finished run to loggers that lack some, because they were away or are new."""
         if self._loggers:
             lease.acquire()
-            config, is_replaced = self.config.recorded(), lease.replaced.is_set
+            config = self.config.recorded()
+            is_replaced = lease.replaced.is_set
             with RunLoggers(self._loggers, self._storage, lease.session, config, print_note, is_replaced) as loggers:
                 loggers.start()
                 loggers.complete()
 
     def _create_job(self, storage: Storage) -> Job:
         """Reads or builds the index of the data, and checks both against the record in the storage."""
-        data, copy, may_replace = self._data, "", not has_commits(storage)  # then data and settings may still change
+        data = self._data
+        copy = ""
+        may_replace = not has_commits(storage)  # then data and settings may still change
         if is_ray_dataset(data):
             copies = self._storage if has_commits(self._storage) else storage
             data = materialize(data, copies, may_replace=not has_commits(copies), note=print_note)
@@ -423,7 +428,8 @@ class ElasticTrainer:
     def _summarize(self) -> dict[str, Any]:
         """Returns the summary of the ledger, with the step and the value of the best commit."""
         summary = summarize(read_ledger(self._storage), name=self.config.name, storage=self._storage.uri)
-        settings, best = self.config.checkpoint, None
+        settings = self.config.checkpoint
+        best = None
         if settings.best_metric is not None:
             commits = [commit for _, commit in CommitCatalog(self._storage.at(COMMITS)).all_commits()]
             intact = [commit for commit in commits if isinstance(commit, Commit)]

@@ -54,8 +54,12 @@ class Delivery:
         self.name = name
         self.newest: int | None = None
         """Newest step that the logger has; None for none, or while it is not known."""
-        self._logger, self._session, self._describe, self._storage = logger, session, describe, storage
-        self._notify, self._is_replaced = notify, is_replaced
+        self._logger = logger
+        self._session = session
+        self._describe = describe
+        self._storage = storage
+        self._notify = notify
+        self._is_replaced = is_replaced
         self._changed = threading.Condition()
         self._backlog: deque[Event] = deque()
         self._is_incomplete = False
@@ -131,7 +135,8 @@ class Delivery:
             with self._changed:
                 self._backlog.clear()
                 self._is_incomplete = False
-            steps, last_seq = StepValues(), -1
+            steps = StepValues()
+            last_seq = -1
             for event in dropwhile(lambda event: event.session != first_session, read_ledger(self._storage)):
                 if event.session == self._session:
                     last_seq = event.seq
@@ -179,7 +184,8 @@ class Delivery:
 
     def _announce(self) -> None:
         """Prints once where the logger writes, if it has a `destination`."""
-        if not self._is_announced and (destination := getattr(self._logger, "destination", None)):
+        destination = getattr(self._logger, "destination", None)
+        if destination and not self._is_announced:
             self._notify(f"logging to {hide_credentials(str(destination))}")
         self._is_announced = True
 

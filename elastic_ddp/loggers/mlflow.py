@@ -89,10 +89,12 @@ class MlflowLogger:
     def _open_experiment(self) -> str:
         from mlflow.exceptions import MlflowException
 
-        if experiment_id := os.environ.get("MLFLOW_EXPERIMENT_ID"):
+        experiment_id = os.environ.get("MLFLOW_EXPERIMENT_ID")
+        if experiment_id:
             return experiment_id
         name = os.environ.get("MLFLOW_EXPERIMENT_NAME") or EXPERIMENT
-        if (experiment := self._client.get_experiment_by_name(name)) is None:
+        experiment = self._client.get_experiment_by_name(name)
+        if experiment is None:
             try:
                 return str(self._client.create_experiment(name))
             except MlflowException:  # another process has just created it

@@ -77,8 +77,12 @@ class RunLoggers:
         notify: Callable[[str], None],
         is_replaced: Callable[[], bool],
     ) -> None:
-        self._loggers, self._storage, self._session, self._config = loggers, storage, session, config
-        self._notify, self._is_replaced = notify, is_replaced
+        self._loggers = loggers
+        self._storage = storage
+        self._session = session
+        self._config = config
+        self._notify = notify
+        self._is_replaced = is_replaced
         self._deliveries: list[Delivery] = []
         self._is_finished = False
         self._id: str | None = None

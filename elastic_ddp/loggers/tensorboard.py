@@ -51,7 +51,8 @@ class TensorBoardLogger:
         self._next = 0
         for key in reversed([key for key in storage.list(FOLDER) if f".{run.id}." in key]):
             events = [Event.FromString(record) for record in read_records(storage.read(key))]
-            if steps := [event.step for event in events if event.HasField("summary")]:
+            steps = [event.step for event in events if event.HasField("summary")]
+            if steps:
                 self._next = max(steps) + 1
                 return max(steps)
         return None
@@ -96,7 +97,9 @@ class _Objects:
     """Numbered objects, of which the newest is rewritten."""
 
     def __init__(self, storage: Storage, key: str, clock: Callable[[], float]) -> None:
-        self._storage, self._key, self._clock = storage, key, clock
+        self._storage = storage
+        self._key = key
+        self._clock = clock
         self._number = 0
         self._data = b""
         self._is_written = True
@@ -105,7 +108,8 @@ class _Objects:
     def append(self, record: bytes, header: bytes) -> None:
         if len(self._data) > OBJECT_BYTES:
             self.flush()
-            self._number, self._data = self._number + 1, b""
+            self._number += 1
+            self._data = b""
         self._data = (self._data or header) + record
         self._is_written = False
         if self._clock() >= self._flushed_at + FLUSH_EVERY_S:
@@ -114,7 +118,8 @@ class _Objects:
     def flush(self) -> None:
         if not self._is_written:
             self._storage.write(f"{self._key}.{self._number:06d}", self._data)
-            self._is_written, self._flushed_at = True, self._clock()
+            self._is_written = True
+            self._flushed_at = self._clock()
 
 
 def _frame(data: bytes) -> bytes:

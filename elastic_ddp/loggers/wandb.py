@@ -75,7 +75,8 @@ class WandbLogger:
         """Ends the run of an earlier start. If W&B's service has died, a new one starts."""
         import wandb
 
-        broken, self._run = self._run, None
+        broken = self._run
+        self._run = None
         if broken is None:
             return
         try:
@@ -99,7 +100,8 @@ def _check_credentials() -> None:
     if _is_offline():
         return
     settings = wandb.setup().settings
-    silent, settings.silent = settings.silent, True  # otherwise it asks the server for the user's name, to print it
+    silent = settings.silent
+    settings.silent = True  # otherwise it asks the server for the user's name, to print it
     try:
         is_known = wandb.login(prompt=False, verify=False)
     finally:
@@ -123,7 +125,8 @@ def _newest_offline(folder: Path, run_id: str) -> int | None:
 
 def read_records(data: bytes) -> Iterator[bytes]:
     """Yields the records of a `.wandb` file, up to one that is incomplete."""
-    position, record = _HEADER_BYTES, b""  # the file has a header as long as that of a part
+    position = _HEADER_BYTES  # the file has a header as long as the header of a part
+    record = b""
     while position + _HEADER_BYTES <= len(data):
         left = _BLOCK_BYTES - position % _BLOCK_BYTES
         _, length, kind = struct.unpack_from("<IHB", data, position) if left >= _HEADER_BYTES else (0, 0, 0)
