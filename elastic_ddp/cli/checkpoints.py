@@ -160,8 +160,8 @@ def export(
 ) -> None:
     """Write the weights of a commit to one file.
 
-    load_state_dict of the model, or of the registered object, accepts its content. Values that are not tensors, such as
-    those of get_extra_state, are left out of .safetensors files.
+    load_state_dict of the model, or of the registered object, accepts its content. Values that are not tensors, for
+    example from get_extra_state, are left out of .safetensors files.
     """
     check_target(file)
     catalog = _catalog(run)

@@ -1,4 +1,4 @@
-"""What all commands print with."""
+"""The output of commands: consoles, tables and JSON."""
 
 from __future__ import annotations
 

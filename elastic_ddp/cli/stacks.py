@@ -27,10 +27,9 @@ def stacks(
 ) -> None:
     """Print the Python stacks of all ranks of a live run, or of a run's last hang.
 
-    A rank of a live run answers also while it hangs in a collective or in native code that
-    does not hold Python's lock. If the run is not live, the command prints the stacks that its workers recorded in the
-    last hang. No cluster is needed then. Equal stacks of several ranks are printed once.
-    With --json, they are those of all threads.
+    A rank of a live run answers also while it hangs in a collective or in native code that does not hold Python's lock.
+    If the run is not live, the command prints the stacks that its workers recorded in the last hang. No cluster is
+    needed then. Equal stacks of several ranks are printed once. --json prints the stacks of all threads.
     """
     facts = _of_last_hang(run) if last_hang else _now(run)
     if as_json:

@@ -93,8 +93,8 @@ def logs(
 ) -> None:
     """Print the log of a submitted run's driver.
 
-    By its name a run is found once fit has begun. For a restarted driver, the log is that of the newest job; the id of
-    a job shows an earlier one. The exit status of --follow is 1 unless the job succeeds.
+    By its name a run is found once fit has begun. For a restarted driver, the command prints the log of the newest job;
+    the id of a job shows an earlier one. The exit status of --follow is 1 unless the job succeeds.
     """
     from elastic_ddp.driver import jobs, submissions
     from elastic_ddp.ray_internals.job_server import connect_to_jobs
@@ -154,8 +154,10 @@ def stop_submitted(run: str) -> bool:
 
 
 def dead_drivers(live: Collection[str]) -> dict[str, str]:
-    """Returns the fate of each dead submitted driver (restarted, or the reason why not), by the name of its run. Runs
-    in `live` have a driver."""
+    """Returns whether each dead submitted driver is restarted, or the reason why not, by the name of its run.
+
+    Runs in `live` have a driver.
+    """
     import ray
 
     from elastic_ddp.driver import submissions

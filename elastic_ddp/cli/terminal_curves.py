@@ -30,7 +30,7 @@ class Timeline:
         self._sizes = history.sizes if idle_s is None else history.sizes[:-1]
 
     def marks(self, columns: int) -> Text:
-        """What happened to the run in each interval."""
+        """Returns the marks of the events in each interval, of which the most important is shown."""
         found: dict[int, Kind] = {}
         for mark in sorted(self._history.marks, key=lambda mark: list(LOOKS).index(mark.kind)):
             found.setdefault(self._column(mark.at, columns), mark.kind)

@@ -49,9 +49,9 @@ class ClusterUse:
     total: Sequence[Mapping[str, float]]
     """All resources of each node, by Ray's names."""
     free: Sequence[Mapping[str, float]]
-    """What is free on each node."""
+    """The free resources of each node."""
     held: Mapping[str, Mapping[str, float]]
-    """What is reserved for workers of each other run, by the run's name."""
+    """The resources that workers of each other run reserve, by the run's name."""
     num_own: int
     """Workers of this run that have their resources, and train or start."""
     num_draining: int = 0

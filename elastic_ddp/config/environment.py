@@ -48,7 +48,7 @@ def _is_credential(name: str, value: str) -> bool:
 
 
 def hide_credentials(text: str) -> str:
-    """Returns text, such as an error message, without what stands before the host of a URI."""
+    """Returns text, such as an error message, without the user and password of URIs."""
     return re.sub(r"://[^/?#\s@]+@", "://…@", text)
 
 

@@ -172,9 +172,9 @@ class VerifyConfig(Settings):
     takes one micro-batch longer. Requires `reduction = "canonical"`. With FSDP, shards are compared with their mirrors
     instead."""
     action: Literal["warn", "drain", "stop", "rollback"] = "warn"
-    """What to do about a worker at fault: `warn` goes on with it; `drain` goes on without it and its node, or with one
-    worker fewer if all are on one node; `rollback` does that and resumes from the newest commit of a state that was
-    verified; `stop` ends the run. If nothing tells which of several workers is right, all but `warn` end the run."""
+    """Reaction to a worker at fault. `warn` continues with it. `drain` continues without it and its node, or with one
+    worker fewer if all are on one node. `rollback` does that and resumes from the newest commit of a state that was
+    verified. `stop` ends the run. If nothing tells which of several workers is right, all but `warn` end the run."""
 
 
 class RunConfig(Settings):
@@ -284,7 +284,7 @@ class RunConfig(Settings):
 
     @property
     def shard_size(self) -> int | None:
-        """The number of workers that share a model; 0 for those of a node, None for all of the run."""
+        """The number of workers that share a model; 0 for all workers of a node, None for all of the run."""
         is_hybrid = self.strategy == "fsdp" and self.fsdp.sharding == "hybrid"
         return self.fsdp.shard_size or 0 if is_hybrid else None
 

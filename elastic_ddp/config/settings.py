@@ -1,4 +1,4 @@
-"""What all settings have in common: the base class, its error messages, and the types of numbers and names."""
+"""The base class of all settings, its error messages, and the types of numbers and names."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ Names = Annotated[tuple[str, ...], Field(strict=False), AfterValidator(check_dis
 
 
 def flatten(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Returns settings by the names that they have in TOML: those of a table as `checkpoint.every_steps`."""
+    """Returns settings by their names in TOML, for example `checkpoint.every_steps` for one in a table."""
     flat: dict[str, Any] = {}
     for name, value in settings.items():
         flat |= flatten(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {f"{prefix}{name}": value}

@@ -78,7 +78,7 @@ def check_driver(cluster: Cluster) -> Iterator[Result]:
         driver = facts.driver
         newest_cuda = facts.driver_cuda
         if cuda is None:
-            yield "fail", "torch is a build without CUDA. Install a CUDA build, such as the one of PyPI.", node.name
+            yield "fail", "torch is a build without CUDA. Install a CUDA build, for example from PyPI.", node.name
         elif driver is None:
             yield "fail", f"no NVIDIA driver responds: {facts.gpu_error}. Install {_needed(cuda)}.", node.name
         elif newest_cuda is not None and newest_cuda // 1000 < int(cuda.split(".")[0]):
@@ -120,7 +120,7 @@ def check_token(cluster: Cluster) -> Iterator[Result]:
 
 
 def check_clocks(cluster: Cluster) -> Iterator[Result]:
-    """Clocks agree with that of the machine that runs the check."""
+    """Clocks agree with the clock of the machine that runs the check."""
     offsets = []
     for node, _ in cluster.known:
         clock = node.clock

@@ -44,7 +44,7 @@ class Token:
 
 @dataclass(frozen=True, kw_only=True)
 class NodeFacts:
-    """What a process on a node finds out without other nodes."""
+    """The facts that a process on a node finds out without other nodes."""
 
     versions: Mapping[str, str]
     """Python and the packages that all nodes must have in the same version, by name."""
@@ -82,7 +82,7 @@ class NodeFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class Clock:
-    """A node's clock against that of the driver's machine, in seconds."""
+    """A node's clock relative to the clock of the driver's machine, in seconds."""
 
     offset_s: float
     uncertainty_s: float
@@ -163,7 +163,7 @@ class Finding:
     check: str
     verdict: Verdict
     text: str
-    """What was found; of a problem also the rule, and what to change."""
+    """The fact; for a problem also the rule, and the change to make."""
     node: str = ALL
 
 

@@ -97,7 +97,7 @@ class WaitWatch:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.reason: str | None = None
-        """What the run waits for; None if it does not wait, or if its workers are starting."""
+        """The missing resources, as a line; None if the run does not wait, or if its workers are starting."""
         self._config = config
         self._read = read
         self._clock = clock

@@ -1,4 +1,4 @@
-"""What a driver prints: a line for each decision in the run, and the progress of training."""
+"""A driver's console: a line for each decision in the run, and the progress of training."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class RunDisplay(Progress):
         if not update.num_alive and self._phase == "training" and update.outcome is None:
             self._phase = "waiting for workers on nodes that are not drained"
         newest = self._newest | update.progress
-        if newest["generation"] < self._newest["generation"]:  # the progress is still that of the generation before
+        if newest["generation"] < self._newest["generation"]:  # the progress is still from the generation before
             newest |= {name: self._newest[name] for name in ("step", "world_size")}
         numbers = {name: newest[name] for name in ("samples", "world_size")}
         self.update(newest["step"], loss=newest.get("loss"), state=self._phase, **numbers)

@@ -194,7 +194,7 @@ def follow(
     sleep: Callable[[float], None] = time.sleep,
     clock: Callable[[], float] = time.monotonic,
 ) -> JobDetails:
-    """Passes the log of a job to `write` until the job ends, then those of its restarts. Returns the last job.
+    """Passes the log of a job to `write` until the job ends, then the logs of its restarts. Returns the last job.
 
     `note` gets a line for each restart, and when the job server stops responding. Raises ElasticDDPError if it has not
     responded for `SILENT_S`, or does not know the job any more.

@@ -75,7 +75,7 @@ class RunMetrics:
             name: Counter(PREFIX + name, text, ("run", *labels)) for name, (text, labels) in COUNTERS.items()
         }
         self._newest: dict[tuple[str, int | None], Event] = {}
-        """What the goodput is computed from: few events for each generation, however long the run is."""
+        """The source of the goodput: few events for each generation, however long the run is."""
         self._computed_at = float("-inf")
         self._world_size = 0
         self._by_rank: set[tuple[str, int]] = set()

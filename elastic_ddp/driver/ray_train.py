@@ -1,4 +1,4 @@
-"""Starts a run's workers with Ray Train."""
+"""Starts a run's workers with Ray Train. Workers import this module, so it is small."""
 
 from __future__ import annotations
 

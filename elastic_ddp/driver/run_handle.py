@@ -206,7 +206,7 @@ class RunHandle:
         Raises:
             ElasticDDPError: the run has ended, or the driver of a submitted run has died and is restarted.
         """
-        job = self.status()["driver"].get("job")
+        job = self.status()["driver"]["job"]
         if job is not None:
             from elastic_ddp.driver.submissions import STOPPED, forbid_restart
 

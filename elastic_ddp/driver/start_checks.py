@@ -1,4 +1,4 @@
-"""What a driver checks before it starts workers: the user's functions, the run's identity, the cluster's capacity."""
+"""A driver's checks before it starts workers: the user's functions, the run's identity, the cluster's capacity."""
 
 from __future__ import annotations
 

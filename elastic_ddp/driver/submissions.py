@@ -85,7 +85,7 @@ def marker(job: JobDetails, why: str) -> dict[str, str]:
 
 
 def newest_of(jobs: Jobs, job: JobDetails) -> JobDetails:
-    """Returns the newest job of a job's submission: itself, or that of the last restart of its driver."""
+    """Returns the newest job of a job's submission: the job itself, or the last restart of its driver."""
     while (next_job := following(jobs, job)) is not None and next_job in jobs:
         job = jobs[next_job]
     return job

@@ -260,7 +260,7 @@ class ElasticTrainer:
 
         The training function, the transform, `__getitem__` and the collate function run in the calling thread, without
         Ray. Nothing is saved or logged, and there is no hang detection. Weights and samples have the same bits as
-        those of `fit`; with `reduction = "native"`, as those of `fit` on one worker.
+        from `fit`; with `reduction = "native"`, as from `fit` on one worker.
 
         Args:
             resume: begins with the newest commit of the run, which is only read. Default: at step 0.

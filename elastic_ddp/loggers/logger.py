@@ -16,9 +16,9 @@ class LoggedRun:
     uri: str
     """The run's folder, `<storage>/<name>`."""
     id: str
-    """A unique id, the same in all sessions that continue the run. A session that
-    starts from step 0 after an earlier one, because there was no commit, has another id: its code and settings may
-    differ, so it is another run for loggers."""
+    """A unique id, the same in all sessions that continue the run. A session that starts from step 0 after an earlier
+    one, because there was no commit, has another id: its code and settings may differ, so it is another run for
+    loggers."""
     config: Mapping[str, Any]
     """The configuration, as the ledger has it: of `env` and `runtime_env` the names only."""
     session: str
