@@ -18,6 +18,7 @@ from elastic_ddp.driver.display import RunDisplay
 from elastic_ddp.driver.metrics import RunMetrics
 from elastic_ddp.driver.ray_train import run_workers
 from elastic_ddp.errors import ConfigError, WorkersFailedError
+from elastic_ddp.loggers.delivery import LoggedSession
 from elastic_ddp.loggers.logger import Logger
 from elastic_ddp.loggers.run_loggers import RunLoggers
 from elastic_ddp.ray_internals import has_ray_ended
@@ -72,9 +73,8 @@ class Session:
         self._wait_watch = WaitWatch(job.config)
         self._gcs = gcs
         config = job.config.recorded()
-        self.loggers = RunLoggers(
-            loggers or {}, job.storage, lease.session, config, self._display.note, lease.replaced.is_set
-        )
+        logged = LoggedSession(job.storage, lease.session, config, self._display.note, lease.replaced.is_set)
+        self.loggers = RunLoggers(loggers or {}, logged)
         """Must be finished after `close_ledger`, and left at the end of the session."""
         self.stop_requests = StopRequests()
         """Must be entered before `run`, and left at the end of the session."""

@@ -42,6 +42,7 @@ from elastic_ddp.driver.start_checks import (
     warn_about_data,
 )
 from elastic_ddp.errors import ConfigError, DataError, NonFiniteError, StorageError, TrainFunctionError
+from elastic_ddp.loggers.delivery import LoggedSession
 from elastic_ddp.loggers.logger import Logger
 from elastic_ddp.loggers.run_loggers import RunLoggers, open_loggers
 from elastic_ddp.ray_internals import check_home_folder, check_ray_version
@@ -306,9 +307,10 @@ class ElasticTrainer:
         """Sends the steps of a finished run to loggers that lack some, because they were away or are new."""
         if self._loggers:
             lease.acquire()
-            config = self.config.recorded()
-            is_replaced = lease.replaced.is_set
-            with RunLoggers(self._loggers, self._storage, lease.session, config, print_note, is_replaced) as loggers:
+            session = LoggedSession(
+                self._storage, lease.session, self.config.recorded(), print_note, lease.replaced.is_set
+            )
+            with RunLoggers(self._loggers, session) as loggers:
                 loggers.start()
                 loggers.complete()
 

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
 from itertools import dropwhile
+from typing import Any
 
 from elastic_ddp.config.environment import hide_credentials
 from elastic_ddp.errors import format_exception
@@ -13,8 +16,8 @@ from elastic_ddp.formatting import first_line
 from elastic_ddp.loggers.logger import LoggedRun, Logger
 from elastic_ddp.storage.storage import Storage
 from elastic_ddp.telemetry.event import Event
-from elastic_ddp.telemetry.ledger import read_ledger
-from elastic_ddp.telemetry.step_values import LoggedStep, StepValues
+from elastic_ddp.telemetry.ledger import list_sessions, read_ledger
+from elastic_ddp.telemetry.step_values import LoggedStep, StepValues, beginning
 
 MAX_BACKLOG = 10_000
 """Number of events that may wait for a slow logger. If there are more, it gets them from the ledger later."""
@@ -26,40 +29,51 @@ class Abandoned(Exception):
     """The session has ended, or another driver has taken over the run."""
 
 
+@dataclass(frozen=True)
+class LoggedSession:
+    """The session of a driver whose steps loggers receive."""
+
+    storage: Storage
+    """The run's folder."""
+    name: str
+    config: Mapping[str, Any]
+    """The configuration, as it is recorded."""
+    notify: Callable[[str], None]
+    """Shows a message at the driver's terminal."""
+    is_replaced: Callable[[], bool]
+    """Whether another driver has taken over the run, and its loggers."""
+
+    @cached_property
+    def first(self) -> str:
+        """The name of the session with which the run began, which is its id."""
+        return beginning(read_ledger(self.storage)) or self.name
+
+    def describe(self) -> LoggedRun:
+        """Returns the facts about the run."""
+        return LoggedRun(
+            name=self.config["name"],
+            uri=self.storage.uri,
+            id=self.first,
+            config=self.config,
+            session=self.name,
+            session_number=len({*list_sessions(self.storage), self.name}),
+        )
+
+
 class Delivery:
     """Delivers each step once, in order, also if the logger fails.
 
     The ledger is the source. After a failure, or after more events than may wait, the thread asks the logger for its
-    newest step and reads the ledger again. So pass only events that the ledger has stored.
-
-    Args:
-        name: the logger's name in messages.
-        session: name of the driver's session.
-        describe: returns the facts about the run for the logger.
-        storage: the run's folder.
-        notify: shows a message at the driver's terminal.
-        is_replaced: whether another driver has taken over the run, and its loggers.
+    newest step and reads the ledger again. So pass only events that the ledger has stored. `name` is the logger's name
+    in messages.
     """
 
-    def __init__(
-        self,
-        name: str,
-        logger: Logger,
-        session: str,
-        describe: Callable[[], LoggedRun],
-        storage: Storage,
-        notify: Callable[[str], None],
-        is_replaced: Callable[[], bool],
-    ) -> None:
+    def __init__(self, name: str, logger: Logger, session: LoggedSession) -> None:
         self.name = name
         self.newest: int | None = None
         """Newest step that the logger has; None for none, or while it is not known."""
         self._logger = logger
         self._session = session
-        self._describe = describe
-        self._storage = storage
-        self._notify = notify
-        self._is_replaced = is_replaced
         self._changed = threading.Condition()
         self._backlog: deque[Event] = deque()
         self._is_incomplete = False
@@ -112,7 +126,7 @@ class Delivery:
             failed_step = self._failed_step
             try:
                 self._check()
-                run = self._describe()
+                run = self._session.describe()
                 self.newest = self._logger.start(run)
                 self._announce()
                 self._follow(run.id)
@@ -137,8 +151,8 @@ class Delivery:
                 self._is_incomplete = False
             steps = StepValues()
             last_seq = -1
-            for event in dropwhile(lambda event: event.session != first_session, read_ledger(self._storage)):
-                if event.session == self._session:
+            for event in dropwhile(lambda event: event.session != first_session, read_ledger(self._session.storage)):
+                if event.session == self._session.name:
                     last_seq = event.seq
                 self._log(steps.add(event))
             while (new := self._next()) is not None:
@@ -170,7 +184,7 @@ class Delivery:
                 self._check()
 
     def _check(self) -> None:
-        if self._is_abandoned or self._is_replaced():
+        if self._is_abandoned or self._session.is_replaced():
             raise Abandoned
 
     def _log(self, step: LoggedStep | None) -> None:
@@ -186,13 +200,13 @@ class Delivery:
         """Prints once where the logger writes, if it has a `destination`."""
         destination = getattr(self._logger, "destination", None)
         if destination and not self._is_announced:
-            self._notify(f"logging to {hide_credentials(str(destination))}")
+            self._session.notify(f"logging to {hide_credentials(str(destination))}")
         self._is_announced = True
 
     def _note_failure(self, error: BaseException) -> None:
         if self._failed_step is None:
             reason = first_line(hide_credentials(format_exception(error))).rstrip(".")
-            self._notify(
+            self._session.notify(
                 f"logger {self.name} failed, and training continues: {reason:.400}. Check it; the driver "
                 "retries, and sends the steps that it lacks once it works"
             )
@@ -200,5 +214,5 @@ class Delivery:
 
     def _note_success(self) -> None:
         if self._failed_step is not None:
-            self._notify(f"logger {self.name} works again")
+            self._session.notify(f"logger {self.name} works again")
         self._failed_step = None

@@ -9,12 +9,9 @@ from importlib.util import find_spec
 from typing import Any, Self
 
 from elastic_ddp.errors import ConfigError
-from elastic_ddp.loggers.delivery import Delivery
-from elastic_ddp.loggers.logger import LoggedRun, Logger
-from elastic_ddp.storage.storage import Storage
+from elastic_ddp.loggers.delivery import Delivery, LoggedSession
+from elastic_ddp.loggers.logger import Logger
 from elastic_ddp.telemetry.event import Event
-from elastic_ddp.telemetry.ledger import list_sessions, read_ledger
-from elastic_ddp.telemetry.step_values import beginning
 
 FINISH_TIMEOUT_S = 30.0
 """How long the end of a session waits for all loggers together."""
@@ -58,42 +55,18 @@ def open_loggers(names: Iterable[str], objects: Sequence[Any]) -> dict[str, Logg
 
 
 class RunLoggers:
-    """Feeds the loggers of one session; see `Delivery`.
+    """Feeds the loggers of one session, which are given by name; see `Delivery`."""
 
-    Args:
-        loggers: by name.
-        storage: the run's folder.
-        config: the configuration, as it is recorded.
-        notify: shows a message at the driver's terminal.
-        is_replaced: whether another driver has taken over the run.
-    """
-
-    def __init__(
-        self,
-        loggers: Mapping[str, Logger],
-        storage: Storage,
-        session: str,
-        config: Mapping[str, Any],
-        notify: Callable[[str], None],
-        is_replaced: Callable[[], bool],
-    ) -> None:
+    def __init__(self, loggers: Mapping[str, Logger], session: LoggedSession) -> None:
         self._loggers = loggers
-        self._storage = storage
         self._session = session
-        self._config = config
-        self._notify = notify
-        self._is_replaced = is_replaced
         self._deliveries: list[Delivery] = []
         self._is_finished = False
-        self._id: str | None = None
 
     def start(self) -> None:
         """Starts the loggers' threads."""
-        for name, logger in self._loggers.items():
-            delivery = Delivery(
-                name, logger, self._session, self._describe, self._storage, self._notify, self._is_replaced
-            )
-            self._deliveries.append(delivery)
+        self._deliveries = [Delivery(name, logger, self._session) for name, logger in self._loggers.items()]
+        for delivery in self._deliveries:
             delivery.start()
 
     def add(self, events: Iterable[Event]) -> None:
@@ -130,13 +103,13 @@ class RunLoggers:
                     worked_at = time.monotonic()
                 if not is_noted and time.monotonic() > begun + FINISH_TIMEOUT_S:
                     is_noted = True
-                    self._notify(f"logger {delivery.name} still gets the steps that it lacks. Ctrl-C ends this")
+                    self._session.notify(f"logger {delivery.name} still gets the steps that it lacks. Ctrl-C ends this")
             if not is_done:
                 self._note_unfinished(delivery, FINISH_TIMEOUT_S)
 
     def _note_unfinished(self, delivery: Delivery, timeout_s: float) -> None:
         newest = "no step" if delivery.newest is None else f"the steps up to {delivery.newest}"
-        self._notify(
+        self._session.notify(
             f"logger {delivery.name} did not finish within {timeout_s:g} s and has {newest}. The same command gives it "
             "the others"
         )
@@ -150,16 +123,3 @@ class RunLoggers:
             self.finish("failed", timeout_s=RAISED_TIMEOUT_S)
         for delivery in self._deliveries:
             delivery.abandon()
-
-    def _describe(self) -> LoggedRun:
-        """Returns the facts about the run. Its id is the name of the session with which it began."""
-        if self._id is None:
-            self._id = beginning(read_ledger(self._storage)) or self._session
-        return LoggedRun(
-            name=self._config["name"],
-            uri=self._storage.uri,
-            id=self._id,
-            config=self._config,
-            session=self._session,
-            session_number=len({*list_sessions(self._storage), self._session}),
-        )

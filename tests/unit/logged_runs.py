@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import elastic_ddp as ed
+from elastic_ddp.loggers.delivery import LoggedSession
 from elastic_ddp.loggers.logger import Logger
 from elastic_ddp.loggers.run_loggers import RunLoggers
 from elastic_ddp.storage.storage import Storage
@@ -104,7 +105,8 @@ class Driver:
         self._is_started = False
         self.replaced = threading.Event()
         config = {"name": folder.name, "steps": LAST}
-        self.loggers = RunLoggers(loggers, self.storage, session, config, self.notes.append, self.replaced.is_set)
+        logged = LoggedSession(self.storage, session, config, self.notes.append, self.replaced.is_set)
+        self.loggers = RunLoggers(loggers, logged)
 
     def record(self, *events: Event) -> None:
         for event in events:
