@@ -47,7 +47,8 @@ def events(
         chosen = [event for event in batch if not kind or event.event in kind]
         for event in chosen if last is None else chosen[-last:]:
             if as_json:
-                print_json(_entry(event), indent=None)
+                entry = {"time": event.time, "seq": event.seq, **event.to_json(), "session": event.session}
+                print_json(entry, indent=None)
             else:
                 out.print(_line(event, sessions[event.session]), soft_wrap=True)
         last = None
@@ -61,11 +62,6 @@ def _follow(ledger: RunLedger) -> Iterator[list[Event]]:
         if is_over:
             return
         time.sleep(_POLL_S)
-
-
-def _entry(event: Event) -> dict[str, Any]:
-    """Returns an event as it is in the ledger."""
-    return {"time": event.time, "seq": event.seq, **event.to_json(), "session": event.session}
 
 
 def _line(event: Event, session: int) -> str:

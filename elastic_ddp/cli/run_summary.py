@@ -103,6 +103,7 @@ def _generations(summary: Mapping[str, Any]) -> Table:
         session = f"{generation['session_number']}." if summary["sessions"] > 1 else ""
         is_newest = generation is summary["generations"][-1] and generation["session_number"] == summary["sessions"]
         is_live = summary["status"] == "running" and is_newest
+        ended_by = str(generation["ended_by"] or "").replace("the driver failed", "its driver died")
         stall_s = sum(stall_parts(generation, summary["phases"]).values())
         rows.add_row(
             f"{session}{generation['generation']}",
@@ -111,7 +112,7 @@ def _generations(summary: Mapping[str, Any]) -> Table:
             _number(generation["last_step"]),
             "" if generation["rendezvous_s"] is None else f"{stall_s:.2f} s",
             Text(str(generation["reason"])),
-            Text(_ended_by(generation) or ("" if is_live else "not recorded")),
+            Text(ended_by or ("" if is_live else "not recorded")),
         )
     return rows
 
@@ -163,11 +164,6 @@ def _rates(summary: Mapping[str, Any]) -> str:
 def _at_step(step: int | None, summary: Mapping[str, Any]) -> str:
     """The step of a value, if it is not the newest step."""
     return "" if step in (None, summary["steps"]) else f" (step {step:,})"
-
-
-def _ended_by(generation: Mapping[str, Any]) -> str:
-    ended_by = str(generation["ended_by"] or "")
-    return "its driver died" if ended_by == "the driver failed" else ended_by
 
 
 def _number(value: Any) -> str:

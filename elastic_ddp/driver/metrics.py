@@ -120,7 +120,13 @@ class RunMetrics:
             case events.Resumed():
                 self._move_to(event.step)
             case events.StepsCompleted():
-                self._record_steps(event)
+                self._count("steps_total", event.step - self._step)
+                self._step = event.step
+                if event.samples is not None:
+                    self._count("samples_total", 0 if self._samples is None else event.samples - self._samples)
+                    self._samples = event.samples
+                self._set("step", event.step)
+                self._set("loss", event.loss)
             case events.PhasesMeasured():
                 self._record_phases(event)
             case events.CommitSucceeded():
@@ -151,15 +157,6 @@ class RunMetrics:
             self._samples = None  # known again after the next logged step
         self._step = step
         self._set("step", step)
-
-    def _record_steps(self, event: events.StepsCompleted) -> None:
-        self._count("steps_total", event.step - self._step)
-        self._step = event.step
-        if event.samples is not None:
-            self._count("samples_total", 0 if self._samples is None else event.samples - self._samples)
-            self._samples = event.samples
-        self._set("step", event.step)
-        self._set("loss", event.loss)
 
     def _record_phases(self, event: events.PhasesMeasured) -> None:
         for phase, seconds in event.phases.items():
