@@ -120,10 +120,8 @@ def _generations(summary: Mapping[str, Any]) -> Table:
 def _scaling(summary: Mapping[str, Any]) -> Table:
     rows = table("workers", "samples/s", "per worker", "efficiency", "steps")
     for row in summary["scaling"]:
-        per_worker = row["samples_per_s_per_worker"]
-        efficiency = row["efficiency"]
-        rates = format_rate(row["samples_per_s"]), format_rate(per_worker)
-        rows.add_row(f"{row['world_size']:,}", *rates, f"{efficiency:.0%}", f"{row['steps']:,}")
+        rates = format_rate(row["samples_per_s"]), format_rate(row["samples_per_s_per_worker"])
+        rows.add_row(f"{row['world_size']:,}", *rates, f"{row['efficiency']:.0%}", f"{row['steps']:,}")
     return rows
 
 

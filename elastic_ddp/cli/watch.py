@@ -115,9 +115,7 @@ def _progress(summary: Mapping[str, Any], ledger: Sequence[Event], rate: MovingR
 
 def _curves(summary: Mapping[str, Any], rate: MovingRate | None, timeline: Timeline, columns: int) -> Table:
     """Workers, throughput and loss, over the same time: a dip in one stands below its cause in another."""
-    rates = timeline.samples_per_s(columns)
     sizes = timeline.world_sizes(columns)
-    losses = timeline.losses(columns)
     samples_per_s, mean = (rate.samples_per_s, "") if rate is not None else (training_rate(summary), "mean ")
     figure = "-" if samples_per_s is None else f"{mean}{format_rate(samples_per_s)}"
     rows = Table.grid(padding=(0, 2, 0, 0))
@@ -125,9 +123,13 @@ def _curves(summary: Mapping[str, Any], rate: MovingRate | None, timeline: Timel
     rows.add_column(justify="right", min_width=10)
     rows.add_column(width=columns)
     rows.add_row("workers", f"{sizes[-1]:.0f}", Text(sparkline(sizes, floor=0.0), style="cyan"))
-    rows.add_row("samples/s", figure, Text(sparkline(rates, floor=0.0), style="green"))
+    rows.add_row("samples/s", figure, Text(sparkline(timeline.samples_per_s(columns), floor=0.0), style="green"))
     loss = summary["loss"]["last"]
-    rows.add_row("loss", "-" if loss is None else f"{float(loss):.4g}", Text(sparkline(losses), style="magenta"))
+    rows.add_row(
+        "loss",
+        "-" if loss is None else f"{float(loss):.4g}",
+        Text(sparkline(timeline.losses(columns)), style="magenta"),
+    )
     marks = timeline.marks(columns)
     if marks.plain.strip():
         rows.add_row("", "", marks)
