@@ -125,11 +125,8 @@ def _curves(summary: Mapping[str, Any], rate: MovingRate | None, timeline: Timel
     rows.add_row("workers", f"{sizes[-1]:.0f}", Text(sparkline(sizes, floor=0.0), style="cyan"))
     rows.add_row("samples/s", figure, Text(sparkline(timeline.samples_per_s(columns), floor=0.0), style="green"))
     loss = summary["loss"]["last"]
-    rows.add_row(
-        "loss",
-        "-" if loss is None else f"{float(loss):.4g}",
-        Text(sparkline(timeline.losses(columns)), style="magenta"),
-    )
+    losses = Text(sparkline(timeline.losses(columns)), style="magenta")
+    rows.add_row("loss", "-" if loss is None else f"{float(loss):.4g}", losses)
     marks = timeline.marks(columns)
     if marks.plain.strip():
         rows.add_row("", "", marks)
