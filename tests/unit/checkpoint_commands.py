@@ -1,4 +1,4 @@
-"""A run with three commits, and `elastic-ddp checkpoints` commands on it."""
+"""`elastic-ddp checkpoints` commands, and the commits that they leave."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from elastic_ddp.cli import main
 from elastic_ddp.storage.storage import Storage
 from elastic_ddp.worker.job import COMMITS
 from tests.single_rank_store import SingleRankStore
-from tests.unit.checkpoint.test_checkpoint import keys_of, make_state
+from tests.unit.checkpoint.test_checkpoint import keys_of
 
 
 def invoke(*arguments: str) -> Any:
@@ -21,17 +21,6 @@ def invoke(*arguments: str) -> Any:
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception
     return result
-
-
-def save_commits(folder: Path) -> list[Commit]:
-    """Makes a run with commits of steps 10, 20 and 30. The metric `validation` grows with the step."""
-    store = SingleRankStore(Storage(folder).at(COMMITS), keep=3)
-    commits = []
-    for step, loss in {10: 0.25, 20: 0.5, 30: 0.75}.items():
-        metrics = {"validation": {"value": loss, "step": step}}
-        record = {"time": 1_795_169_703.0, "epoch": 1, "samples": 40, "metrics": metrics}
-        commits.append(store.save(make_state(step), step=step, record=record))
-    return commits
 
 
 def steps_left(tmp_path: Path) -> list[int]:

@@ -31,12 +31,7 @@ from elastic_ddp.telemetry.ledger import Ledger
 from elastic_ddp.worker.job import COMMITS
 from tests.single_rank_store import SingleRankStore
 from tests.unit.checkpoint.test_checkpoint import corrupt, make_state
-from tests.unit.checkpoint_commands import invoke, save_commits, steps_left
-
-
-@pytest.fixture
-def commits(tmp_path: Path) -> list[Commit]:
-    return save_commits(tmp_path / "lm")
+from tests.unit.checkpoint_commands import invoke, steps_left
 
 
 def words(result: Any) -> str:
