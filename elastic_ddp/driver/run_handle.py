@@ -175,10 +175,7 @@ class RunHandle:
         Raises:
             ElasticDDPError: the run ended before the commit was complete.
         """
-        request = self._call("checkpoint")
-        while (step := self._call("committed", request)) is None:
-            time.sleep(_POLL_S)
-        return int(step)
+        return int(self._wait_for("committed", self._call("checkpoint")))
 
     def verify(self) -> str:
         """Requests a verified step. Blocks until it is done.
@@ -193,9 +190,7 @@ class RunHandle:
         request = self._call("verify")
         if isinstance(request, str):
             raise ElasticDDPError(f"run {self.name!r} cannot be verified: {request}")
-        while (found := self._call("verified", request)) is None:
-            time.sleep(_POLL_S)
-        return str(found)
+        return str(self._wait_for("verified", request))
 
     def stop(self) -> None:
         """Requests that the run commit and stop at the next step boundary, as Ctrl-C in its driver does.
@@ -284,6 +279,12 @@ class RunHandle:
         workers = self._answers(request, timeout_s)
         facts = [worker | (worker.pop("answer") or silent) for worker in workers]
         return {"uri": status["driver"]["uri"], "ranks": facts}
+
+    def _wait_for(self, method: str, request: int) -> Any:
+        """Returns the result of a request, once the run has one."""
+        while (result := self._call(method, request)) is None:
+            time.sleep(_POLL_S)
+        return result
 
     def _answers(self, request: int, within_s: float) -> list[dict[str, Any]]:
         """Returns the answers of workers to a request, once all have come; see `MemberRequests.answers`."""
