@@ -1,8 +1,8 @@
 """Data sets as micro-batches. Read the files in this order:
 
 `index` (files and row groups) or `map_style` (data sets in memory) -> `order` (the rows of each micro-batch) ->
-`source` (reads chunks of rows) -> `work` (makes chunks or whole micro-batches, with the user's functions: `transform`,
-`collate`) -> `pipeline` (does the work in processes, with Ray Data) -> `split` (cuts chunks into micro-batches) ->
+`source` (reads chunks of rows) -> `work` (makes chunks or whole micro-batches, with the user's transform and
+`collate_fn`) -> `pipeline` (does the work in processes, with Ray Data) -> `split` (cuts chunks into micro-batches) ->
 `micro_batches` (copies them to the device) -> `feed` (prefetches in the background) -> `feed_cache` (prepares the next
 feed).
 

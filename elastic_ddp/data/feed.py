@@ -15,17 +15,17 @@ from typing import Self
 import ray
 import torch
 
-from elastic_ddp.data.collate import CollateFn
 from elastic_ddp.data.index import DatasetIndex
 from elastic_ddp.data.map_style import MapStyleIndex
 from elastic_ddp.data.micro_batches import MicroBatch, Placer, map_tensors
 from elastic_ddp.data.order import FeedPlan
+from elastic_ddp.data.packing import pack
 from elastic_ddp.data.pipeline import Pipeline, explain_failure
 from elastic_ddp.data.split import EndedEarlyError, HostBatch
-from elastic_ddp.data.transform import Transform
 from elastic_ddp.data.user_calls import UserCallError
-from elastic_ddp.data.work import Work
+from elastic_ddp.data.work import CollateFn, Transform, Work
 from elastic_ddp.errors import DataError, PeerFailedError
+from elastic_ddp.seeding import preserve_rng_state
 
 _MICRO_BATCHES_PER_PIPELINE = 100_000
 """A new pipeline starts after this many, because Ray Data keeps 1.2 KB for each block that it has seen."""
@@ -52,7 +52,8 @@ class MicroBatchFeed:
         before_reading: Callable[[], object] = lambda: None,
         hang_timeout_s: float = math.inf,
     ) -> None:
-        self._work, self._plan = Work(index, plan, transform, collate_fn), plan
+        self._work = Work(index, plan, transform, collate_fn)
+        self._plan = plan
         self.micro_batches = plan.micro_batches
         self._device = device
         self._any_node = False  # whether tasks may run on other nodes
@@ -175,15 +176,19 @@ class MicroBatchFeed:
 
     def _wait_for_batch(self) -> None:
         """Waits until a micro-batch is ready, or there will be none. Call it with the lock held."""
-        poll_s, begun_at = min(self._hang_timeout_s / 10, _MAX_POLL_S), time.monotonic()
+        poll_s = min(self._hang_timeout_s / 10, _MAX_POLL_S)
+        begun_at = time.monotonic()
         while not self._changed.wait_for(
             lambda: self._ready or self._error or self._closed or self._interrupted, timeout=poll_s
         ):
             # A longer time shows that this process was suspended, and the calls may have been as well.
-            waited_s, begun_at = min(time.monotonic() - begun_at, 2 * poll_s), time.monotonic()
+            now = time.monotonic()
+            waited_s = min(now - begun_at, 2 * poll_s)
+            begun_at = now
             if self._pipeline is None:
                 continue
-            if (call := self._pipeline.hanging_call(self._hang_timeout_s, waited_s)) is not None:
+            call = self._pipeline.hanging_call(self._hang_timeout_s, waited_s)
+            if call is not None:
                 self._error = DataError(f"{call}\nRaise hang_timeout_s if a call may take longer.")
 
     def _await_copy(self, batch: MicroBatch) -> MicroBatch:
@@ -270,7 +275,8 @@ class MicroBatchFeed:
         """Copies a micro-batch to the device and appends it when there is room. Handles a requested release."""
         if batch.step < self._skipped_to:
             return
-        placed, room = place(batch), self._plan.options.prefetch_micro_batches
+        placed = place(batch)
+        room = self._plan.options.prefetch_micro_batches
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._closed or self._release_requested or len(self._ready) < room)
@@ -285,9 +291,37 @@ class MicroBatchFeed:
             assert self._pipeline is not None
             self._pipeline.stop_tasks()
             with self._changed:
-                self._release_requested, self._released = False, True
+                self._release_requested = False
+                self._released = True
                 self._changed.notify_all()
 
 
 class _Closed(Exception):
     """Ends the background thread after the feed was closed."""
+
+
+class InlineFeed(MicroBatchFeed):
+    """Reads each micro-batch when it is taken, in the thread that trains, without Ray.
+
+    With it, `ElasticTrainer.debug` runs transform and `__getitem__` under a debugger.
+    """
+
+    def _start(self) -> None:
+        self._place = Placer(self._device)
+        self._source: Iterator[HostBatch] | None = None
+
+    def _take(self) -> MicroBatch:
+        if self._source is None:  # `step` has advanced `next_step`
+            plan = replace(self._plan, first_step=self.next_step - 1)
+            work = replace(self._work, plan=plan)
+            self._source = work.split(map(pack, work.contents()), lambda: plan.first_step)
+        with preserve_rng_state(self._device):  # a data process has generators of its own
+            batch = self._place(next(self._source))
+        return self._await_copy(batch)
+
+    def wait(self) -> None:
+        """Returns at once: nothing is read before it is taken."""
+
+    def close(self) -> None:
+        """Frees what has been read."""
+        self._source = None

@@ -54,7 +54,8 @@ class FeedCache:
         Such a feed may open connections. Behind a NAT, the group could not tell them from its own. `step` is None if
         the generation finds out where it begins.
         """
-        if (feed := self._prepared) is None:
+        feed = self._prepared
+        if feed is None:
             return
         fits = feed.micro_batches == micro_batches if step is None else _fits(feed, micro_batches, step)
         if not fits or not feed.is_ready:
@@ -66,7 +67,8 @@ class FeedCache:
     def open(self, micro_batches: tuple[int, ...], step: int) -> MicroBatchFeed:
         """Returns the feed of a generation: the prepared one if it fits, or a new one."""
         if self._prepared is not None and _fits(self._prepared, micro_batches, step):
-            feed, self._prepared = self._prepared, None
+            feed = self._prepared
+            self._prepared = None
             feed.skip_to(step)
         else:
             self._discard()

@@ -61,7 +61,8 @@ def filesystem_of(uri: str) -> tuple[fsspec.AbstractFileSystem, str]:
             f"data={uri!r} has pyarrow options after its path. Remove them, and set environment variables instead: "
             "AWS_ENDPOINT_URL and AWS_REGION for S3, or fsspec's configuration (FSSPEC_S3_...)."
         )
-    if (meant := mistyped_uri(uri)) is not None:
+    meant = mistyped_uri(uri)
+    if meant is not None:
         raise DataError(f"data={uri!r} is neither a path nor a URI; did you mean {meant}?")
     try:
         return fsspec.core.url_to_fs(uri)
@@ -106,7 +107,8 @@ def list_files(source: Source) -> list[DataFile]:
         try:
             found = _list(entry)
         except DataError as error:
-            if files or not (hint := _hint(source)):
+            hint = _hint(source)
+            if files or not hint:
                 raise
             raise DataError(f"{hint}{error}") from error.__cause__
         for file in found:
@@ -234,7 +236,8 @@ def _named_errors(path: str, detail: str = "") -> Iterator[None]:
     try:
         yield
     except (FileNotFoundError, NotADirectoryError) as error:
-        reason, fix = f"{path} does not exist any more.", "Restore the file, or use another run name."
+        reason = f"{path} does not exist any more."
+        fix = "Restore the file, or use another run name."
         if ray.is_initialized() and "://" not in path:
             reason = (
                 f"node {this_node()} cannot read {path}: it does not exist there, or does not exist any more. All "
@@ -258,7 +261,8 @@ def _named_errors(path: str, detail: str = "") -> Iterator[None]:
 
 def _ranges(name: str, group: pq.RowGroupMetaData, columns: Sequence[str]) -> tuple[list[int], list[int]]:
     """Returns starts and stops of the byte ranges that contain the given columns."""
-    starts, stops = [], []
+    starts = []
+    stops = []
     for chunk in map(group.column, range(group.num_columns)):
         if {chunk.path_in_schema, chunk.path_in_schema.split(".")[0]} & set(columns):
             starts.append(min(chunk.data_page_offset, chunk.dictionary_page_offset or chunk.data_page_offset))

@@ -5,15 +5,14 @@ from __future__ import annotations
 import hashlib
 import io
 import os
-import traceback
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
-from elastic_ddp.data.user_code import environment
-from elastic_ddp.errors import DataError, text_of
+from elastic_ddp.data.user_code import user_error
+from elastic_ddp.errors import DataError
 from elastic_ddp.seeding import preserve_rng_state, seed_all
 
 _PROBED_ROWS = 8
@@ -22,9 +21,10 @@ _PROBED_ROWS = 8
 def fetch_rows(data: Any, numbers: list[int], where: str = "") -> list[Any]:
     """Returns rows of a map-style data set. Like a DataLoader, it reads them at once if there is `__getitems__`.
 
-    Raises a DataError, which has `where`, the place in the run.
+    Raises a DataError with `where`, the place in the run.
     """
-    at_once, rows = getattr(data, "__getitems__", None), []
+    at_once = getattr(data, "__getitems__", None)
+    rows: list[Any] = []
     try:
         if at_once is not None:
             rows.extend(at_once(list(numbers)))
@@ -34,10 +34,7 @@ def fetch_rows(data: Any, numbers: list[int], where: str = "") -> list[Any]:
     except (Exception, SystemExit) as error:
         failed = numbers if at_once is not None else [numbers[len(rows)]]
         what = f"data[{failed[0]}]" if len(failed) == 1 else f"data.__getitems__({failed})"
-        what = f"{what} raised {text_of(error, repr)}{where}"
-        raise DataError(
-            f"{what}:\n{traceback.format_exc().rstrip()}\n{environment().advise(error)}".rstrip()
-        ) from error
+        raise user_error(what, error, where) from error
     if len(rows) != len(numbers):
         raise DataError(
             f"data.__getitems__ returned {len(rows)} rows for {len(numbers)} row numbers{where}. Return one row for "
@@ -62,10 +59,12 @@ def of_rows(data: Any) -> tuple[str, int | None]:
     nor do objects in them other than arrays, images, containers and plain values. The module of the class does not
     count either: it is another one for a class that runs as a script.
     """
-    digest, varying = hashlib.sha256(), None
+    digest = hashlib.sha256()
+    varying = None
     _update(digest, [type(data).__name__, len(data)])
     for row in np.unique(np.linspace(0, len(data) - 1, _PROBED_ROWS).astype(np.int64)).tolist():
-        first, second = (_row_digest(data, row) for _ in range(2))
+        first = _row_digest(data, row)
+        second = _row_digest(data, row)
         _update(digest, first if first == second else None)
         if first != second and varying is None:
             varying = row

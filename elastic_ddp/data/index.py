@@ -87,8 +87,8 @@ class DatasetIndex:
         return shorten(parts, 5, "; ")
 
     def __str__(self) -> str:
-        first, last = self.files[0], self.files[-1]
-        span = first.path if len(self.files) == 1 else f"{len(self.files):,} files from {first.path} to {last.path}"
+        first = self.files[0].path
+        span = first if len(self.files) == 1 else f"{len(self.files):,} files from {first} to {self.files[-1].path}"
         return f"{self.num_rows:,} rows in {span} ({sum(file.size for file in self.files):,} bytes)"
 
     def to_bytes(self) -> bytes:
@@ -160,7 +160,8 @@ def open_index(
 
 def _change_error(indexed: Sequence[DataFile], listed: Sequence[DataFile]) -> DataError:
     """Returns an error that names the files which differ from the indexed ones, and how."""
-    before, now = {file.path: file for file in indexed}, {file.path: file for file in listed}
+    before = {file.path: file for file in indexed}
+    now = {file.path: file for file in listed}
     differences = [f"{path} is missing" for path in before if path not in now]
     differences += [f"{path} is new" for path in now if path not in before]
     for path, file in before.items():
@@ -190,7 +191,8 @@ def _index_files(source: Source, files: list[DataFile], columns: Sequence[str] |
     with ThreadPoolExecutor(_FOOTER_THREADS, thread_name_prefix="footers") as pool:
         schemas, rows = zip(*pool.map(_read_footer, files), strict=True)
     for file, actual in zip(files, schemas, strict=True):
-        if duplicates := sorted({name for name in actual.names if actual.names.count(name) > 1}):
+        duplicates = sorted({name for name in actual.names if actual.names.count(name) > 1})
+        if duplicates:
             raise DataError(
                 f"{file.path} has more than one column named {', '.join(map(repr, duplicates))}. Column names must be "
                 "unique."

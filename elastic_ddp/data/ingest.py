@@ -47,7 +47,8 @@ def materialize(
         else:
             storage.write(_MARKER, marker)
     except FileExistsError:  # another driver of this run wrote a copy first, or the answer to our own request was lost
-        if (copy := _copy(storage)) != name:
+        copy = _copy(storage)
+        if copy != name:
             storage.delete_tree(name)
         return f"{storage.uri}/{copy}"
     except BaseException:
@@ -80,7 +81,8 @@ def _copy(storage: Storage) -> str | None:
 def _preserve_order(dataset: ray.data.Dataset) -> Iterator[None]:
     """Makes tasks start in the order of the data. Their order names the files, and so defines the order of rows."""
     options = dataset.context.execution_options
-    before, options.preserve_order = options.preserve_order, True
+    before = options.preserve_order
+    options.preserve_order = True
     try:
         yield
     finally:

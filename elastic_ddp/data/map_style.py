@@ -7,7 +7,6 @@ process unpickles its own copy of other objects.
 from __future__ import annotations
 
 import sys
-import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -23,8 +22,8 @@ from elastic_ddp.data.files import Source
 from elastic_ddp.data.fingerprint import of_columns, of_rows
 from elastic_ddp.data.packing import dump, load
 from elastic_ddp.data.user_calls import describe_rows
-from elastic_ddp.data.user_code import Shipped, environment, ship, uninterrupted
-from elastic_ddp.errors import ConfigError, DataError, format_exception, text_of
+from elastic_ddp.data.user_code import Shipped, environment, ship, uninterrupted, user_error
+from elastic_ddp.errors import ConfigError, DataError, format_exception
 
 _CACHED_DATA_SETS = 4
 """How many data sets in memory a process keeps."""
@@ -194,11 +193,11 @@ def index_in_memory(data: Any, columns: Sequence[str] | None = None, *, identify
     try:
         num_rows = len(content)
     except Exception as error:  # raised by the data set
-        text = f"{traceback.format_exc().rstrip()}\nReturn the number of rows from __len__."
-        raise DataError(f"len(data) raised {text_of(error, repr)}:\n{text}") from error
+        raise user_error("len(data)", error, fix="\nReturn the number of rows from __len__.") from error
     if num_rows < 1:
         raise DataError(f"data ({name}) has no rows. Pass a data set that has some.")
-    fingerprint, varying_row = "", None
+    fingerprint = ""
+    varying_row = None
     if identify and is_columns:
         fingerprint = of_columns(content.values)
     elif identify:
@@ -226,7 +225,8 @@ def _columns_of(data: Any, selected: Sequence[str] | None) -> Columns:
         table = _from_pandas(data) if _is_frame(data) else data
         values = dict(zip(table.column_names, table.columns, strict=True))
     if selected is not None:
-        if missing := [name for name in selected if name not in values]:
+        missing = [name for name in selected if name not in values]
+        if missing:
             raise DataError(
                 f"data.columns names {', '.join(map(repr, missing))}, but data has no such column. Choose from "
                 f"{', '.join(values)}."

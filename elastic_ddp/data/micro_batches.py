@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from elastic_ddp.data.collate import ColumnBatch
 from elastic_ddp.data.columns import Array, Int64Array
 from elastic_ddp.data.split import HostBatch
+from elastic_ddp.data.work import ColumnBatch
 from elastic_ddp.errors import DataError
 
 

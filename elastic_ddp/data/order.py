@@ -25,7 +25,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cache, cached_property, lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -64,8 +64,9 @@ class EpochShape:
         return step // self.steps_per_epoch
 
     def lane_start(self, lane: int) -> int:
-        """Returns a lane's first row in the epoch's stream."""
-        return _lane_start(self.num_rows, self.num_micro_batches, lane)
+        """Returns a lane's first row in the epoch's stream. The first `num_rows % M` lanes have one row more."""
+        short, longer = divmod(self.num_rows, self.num_micro_batches)
+        return lane * short + min(lane, longer)
 
     def rows_in_lane(self, lane: int) -> int:
         return self.lane_start(lane + 1) - self.lane_start(lane)
@@ -87,53 +88,46 @@ class EpochShape:
 
 
 class EpochOrder:
-    """One epoch's stream of row groups and its M lanes. The arguments are as in `FeedPlan`."""
+    """One epoch's stream of row groups and its M lanes."""
 
-    def __init__(
-        self,
-        rows_per_group: Int64Array,
-        epoch: int,
-        *,
-        seed: int,
-        num_lanes: int,
-        options: DataConfig,
-        weights: SampleWeights | None = None,
-    ) -> None:
-        self.epoch = epoch
-        self.seed = seed
-        self.num_lanes = num_lanes
-        self.options = options
-        self.num_rows = int(rows_per_group.sum())
-        groups, skipped = np.arange(len(rows_per_group)), np.zeros(len(rows_per_group), dtype=np.int64)
-        rows = rows_per_group.astype(np.int64)
-        if weights is not None:
-            offset = uniform((seed, _DRAWS_PER_GROUP, epoch, 0, 0), 0, 1)[0]
-            groups, skipped, rows = _parts(weights.draws_per_group(_first_rows(rows), offset), rows)
-        if options.shuffle:
-            order = _permutation(len(groups), (seed, _ROW_GROUPS, epoch, 0, 0))
+    def __init__(self, plan: FeedPlan, epoch: int) -> None:
+        self._plan = plan
+        self._epoch = epoch
+        rows = plan.rows_per_group.astype(np.int64)
+        groups = np.arange(len(rows))
+        skipped = np.zeros(len(rows), dtype=np.int64)
+        if plan.weights is not None:
+            offset = uniform((plan.seed, _DRAWS_PER_GROUP, epoch, 0, 0), 0, 1)[0]
+            groups, skipped, rows = _parts(plan.weights.draws_per_group(plan.group_starts, offset), rows)
+        if plan.options.shuffle:
+            order = _permutation(len(groups), (plan.seed, _ROW_GROUPS, epoch, 0, 0))
             groups, skipped, rows = groups[order], skipped[order], rows[order]
         has_rows = rows > 0
-        self._groups, self._skipped, self._rows = groups[has_rows], skipped[has_rows], rows[has_rows]
+        self._groups = groups[has_rows]
+        self._skipped = skipped[has_rows]
+        self._rows = rows[has_rows]
         self._ends = np.cumsum(self._rows)
-        self.lane = lru_cache(maxsize=num_lanes)(self._build_lane)
+        self.lane = cache(self._build_lane)
 
     def _build_lane(self, number: int) -> Lane:
         """Returns lane `number`, 0 to M-1. It is empty if the data set has too few rows."""
-        start, stop = (_lane_start(self.num_rows, self.num_lanes, lane) for lane in (number, number + 1))
+        start = self._plan.shape.lane_start(number)
+        stop = self._plan.shape.lane_start(number + 1)
         first = int(np.searchsorted(self._ends, start, side="right"))
         last = int(np.searchsorted(self._ends, stop, side="left"))
         inside = slice(first, last + 1 if start < stop else first)
-        groups, ends = self._groups[inside], self._ends[inside]
+        ends = self._ends[inside]
         begins = ends - self._rows[inside]
         skipped = np.maximum(start - begins, 0)
         kept = np.minimum(stop, ends) - begins - skipped
-        return Lane(self.epoch, number, groups, self._skipped[inside] + skipped, kept, self.seed, self.options)
+        return Lane(self._plan, self._epoch, number, self._groups[inside], self._skipped[inside] + skipped, kept)
 
 
 @dataclass(frozen=True, eq=False)
 class Lane:
     """The rows of one micro-batch number in one epoch: segments of row groups, grouped into windows."""
 
+    plan: FeedPlan
     epoch: int
     number: int
     groups: Int64Array
@@ -143,8 +137,6 @@ class Lane:
     inside a row group. With weights, rows of a row group are its draws in this epoch."""
     rows: Int64Array
     """The number of rows of each segment, at least 1."""
-    seed: int
-    options: DataConfig
 
     @cached_property
     def num_rows(self) -> int:
@@ -153,7 +145,7 @@ class Lane:
     @cached_property
     def window_segments(self) -> Int64Array:
         """The first segment of every window, followed by the number of segments, shape (windows + 1,)."""
-        size = self.options.window_row_groups
+        size = self.plan.options.window_row_groups
         first = size - self.number % size
         return np.unique(np.minimum(np.r_[0, np.arange(first, len(self.rows) + size, size)], len(self.rows)))
 
@@ -165,15 +157,15 @@ class Lane:
     @cached_property
     def window_chunks(self) -> Int64Array:
         """The first chunk of every window, followed by the number of chunks, shape (windows + 1,)."""
-        return np.r_[0, np.cumsum(-(-np.diff(self.window_starts) // self.options.chunk_rows))]
+        return np.r_[0, np.cumsum(-(-np.diff(self.window_starts) // self.plan.options.chunk_rows))]
 
     def chunk_at(self, row: int) -> Chunk:
         """Returns the chunk that contains a row of this lane."""
         window = int(np.searchsorted(self.window_starts, row, side="right")) - 1
-        begin, end = int(self.window_starts[window]), int(self.window_starts[window + 1])
-        nth = (row - begin) // self.options.chunk_rows
-        start = begin + nth * self.options.chunk_rows
-        stop = min(start + self.options.chunk_rows, end)
+        begin = int(self.window_starts[window])
+        nth = (row - begin) // self.plan.options.chunk_rows
+        start = begin + nth * self.plan.options.chunk_rows
+        stop = min(start + self.plan.options.chunk_rows, int(self.window_starts[window + 1]))
         return Chunk(lane=self, number=int(self.window_chunks[window]) + nth, window=window, start=start, stop=stop)
 
     def segments(self, window: int) -> list[tuple[int, int, int]]:
@@ -183,12 +175,20 @@ class Lane:
         stops = skipped + self.rows[inside]
         return list(zip(self.groups[inside].tolist(), skipped.tolist(), stops.tolist(), strict=True))
 
+    def rows_of_segment(self, group: int, start: int, stop: int) -> Int64Array:
+        """Returns the rows of a segment, numbered in their row group."""
+        plan = self.plan
+        if plan.weights is None:
+            return np.arange(start, stop)
+        first, last = plan.group_starts[group : group + 2]
+        return plan.weights.draw(first, last, uniform((plan.seed, _DRAWS, self.epoch, group, 0), start, stop))
+
     def permutation(self, window: int) -> Int64Array | None:
         """Returns the index in the concatenated segments of each row of a window, or None for stored order."""
-        if not self.options.shuffle:
+        if not self.plan.options.shuffle:
             return None
         rows = int(self.window_starts[window + 1] - self.window_starts[window])
-        return _permutation(rows, (self.seed, _ROWS, self.epoch, self.number, window))
+        return _permutation(rows, (self.plan.seed, _ROWS, self.epoch, self.number, window))
 
 
 @dataclass(frozen=True, eq=False)
@@ -240,7 +240,8 @@ class FeedPlan:
     def rows_in_memory(self, step: int, micro_batch: int) -> Int64Array:
         """Returns the rows of a micro-batch of a data set in memory, or one row as padding; see `source`."""
         lane, start, stop = self.source(step, micro_batch)
-        first, epoch = self.shape.lane_start(lane), self.shape.epoch_of(step)
+        first = self.shape.lane_start(lane)
+        epoch = self.shape.epoch_of(step)
         if self.weights is not None:
             numbers = uniform((self.seed, _DRAWS, epoch, 0, 0), first + start, first + stop)
             return self.weights.draw(0, self.shape.num_rows, numbers)
@@ -251,19 +252,12 @@ class FeedPlan:
 
     def chunks(self) -> Iterator[Chunk]:
         """Yields the chunks of these steps, each once, in the order in which they are first needed."""
-        epoch, order = -1, None
-        reached: dict[int, int] = {}
+        epoch = -1
         for step in range(self.first_step, self.last_step):
-            if order is None or self.shape.epoch_of(step) != epoch:
-                epoch, reached = self.shape.epoch_of(step), {}
-                order = EpochOrder(
-                    self.rows_per_group,
-                    epoch,
-                    seed=self.seed,
-                    num_lanes=self.shape.num_micro_batches,
-                    options=self.options,
-                    weights=self.weights,
-                )
+            if self.shape.epoch_of(step) != epoch:
+                epoch = self.shape.epoch_of(step)
+                order = EpochOrder(self, epoch)
+                reached: dict[int, int] = {}
             for micro_batch in self.micro_batches:
                 number, start, stop = self.source(step, micro_batch)
                 position = reached.get(number, start)
@@ -274,21 +268,9 @@ class FeedPlan:
                 reached[number] = position
 
     @cached_property
-    def _group_starts(self) -> Int64Array:
+    def group_starts(self) -> Int64Array:
+        """The first row of each row group, followed by the number of rows, shape (row groups + 1,)."""
         return _first_rows(self.rows_per_group)
-
-    def rows_of_segment(self, epoch: int, group: int, start: int, stop: int) -> Int64Array:
-        """Returns the rows of a segment of a lane, numbered in their row group."""
-        if self.weights is None:
-            return np.arange(start, stop)
-        first, last = self._group_starts[group : group + 2]
-        return self.weights.draw(first, last, uniform((self.seed, _DRAWS, epoch, group, 0), start, stop))
-
-
-def _lane_start(num_rows: int, num_lanes: int, lane: int) -> int:
-    """Returns a lane's first row in the epoch's stream. The first `num_rows % num_lanes` lanes have one row more."""
-    short, longer = divmod(num_rows, num_lanes)
-    return lane * short + min(lane, longer)
 
 
 def _first_rows(rows_per_group: Int64Array) -> Int64Array:
@@ -308,9 +290,10 @@ def _parts(draws: Int64Array, rows_per_group: Int64Array) -> tuple[Int64Array, I
     return groups, first, np.minimum(draws[groups] - first, size[groups])
 
 
-def transform_generator(seed: int, epoch: int, lane: int, chunk: int) -> np.random.Generator:
-    """Returns a transform's generator for a chunk: the same at every world size and after every resume."""
-    return np.random.Generator(_philox((seed, _TRANSFORM, epoch, lane, chunk)))
+def transform_generator(seed: int, chunk: tuple[int, ...]) -> np.random.Generator:
+    """Returns a transform's generator for a chunk (epoch, lane, number): the same at every world size."""
+    epoch, lane, number = chunk
+    return np.random.Generator(_philox((seed, _TRANSFORM, epoch, lane, number)))
 
 
 def _philox(key: tuple[int, int, int, int, int]) -> np.random.Philox:
@@ -321,7 +304,8 @@ def _philox(key: tuple[int, int, int, int, int]) -> np.random.Philox:
 
 def uniform(key: tuple[int, int, int, int, int], start: int, stop: int) -> npt.NDArray[np.float64]:
     """Returns the elements from `start` to `stop` of a sequence of random numbers in [0, 1), in O(stop - start)."""
-    bits, skipped = _philox(key), start % _PHILOX_BLOCK
+    bits = _philox(key)
+    skipped = start % _PHILOX_BLOCK
     bits.advance(start // _PHILOX_BLOCK)
     numbers: npt.NDArray[np.uint64] = bits.random_raw(skipped + stop - start)[skipped:] >> np.uint64(11)
     return numbers.astype(np.float64) * 2.0**-53

@@ -21,7 +21,8 @@ from ray import cloudpickle
 from elastic_ddp.data.columns import Array, Int64Array, one_array
 from elastic_ddp.errors import DataError, format_exception
 
-_BLOCK_BYTES, _FIRST_TASK_BYTES = 8 << 20, 64 << 10
+_BLOCK_BYTES = 8 << 20
+_FIRST_TASK_BYTES = 64 << 10
 _FIRST_BLOCK_S, _BLOCK_S = 0.02, 0.1
 """How long the first block is filled, so that the first rows arrive soon, and the others: each costs about 5 ms."""
 _COLUMN = "column:"  # the prefix of the user's columns in a block of rows
@@ -57,7 +58,7 @@ class _Pickler(cloudpickle.CloudPickler):
 
 
 def _offset_in_file(mapped: np.memmap) -> int:
-    """Returns where the file has a mapped array, which may be a slice. `memmap.offset` is that of the whole mapping."""
+    """Returns where the file has a mapped array, which may be a slice; `memmap.offset` is for the whole mapping."""
     whole: Any = mapped
     while isinstance(whole.base, np.ndarray):
         whole = whole.base
@@ -129,7 +130,8 @@ def pack_blocks(contents: Iterator[Content]) -> Iterator[pa.Table]:
     """Yields blocks of one row each, which hold contents."""
     headers: list[list[Any]] = []
     parts: Parts = []
-    size, ends_at = 0, time.monotonic() + _FIRST_BLOCK_S
+    size = 0
+    ends_at = time.monotonic() + _FIRST_BLOCK_S
     for content in map(pack, contents):
         own = [np.frombuffer(content.row_ids.tobytes(), np.uint8), *content.value.parts]
         headers.append([content.key, [len(part) for part in own]])
@@ -137,7 +139,8 @@ def pack_blocks(contents: Iterator[Content]) -> Iterator[pa.Table]:
         size += sum(map(len, own))
         if size > _BLOCK_BYTES or time.monotonic() > ends_at:
             yield _block(headers, parts)
-            headers, parts, size, ends_at = [], [], 0, time.monotonic() + _BLOCK_S
+            headers, parts, size = [], [], 0
+            ends_at = time.monotonic() + _BLOCK_S
     if headers:
         yield _block(headers, parts)
 
@@ -164,7 +167,8 @@ def unpack_block(block: pa.Table) -> Iterator[Content]:
 def pack_rows(rows: Iterator[Content]) -> Iterator[pa.Table]:
     """Yields blocks of one row each, which hold Arrow columns. Each is a task: the first ones are small."""
     group: list[Content] = []
-    size, limit = 0, _FIRST_TASK_BYTES
+    size = 0
+    limit = _FIRST_TASK_BYTES
     for each in rows:
         group.append(each)
         size += sum(column.nbytes for column in each.value.values())
@@ -190,8 +194,10 @@ def unpack_rows(block: pa.Table) -> Iterator[Content]:
     """Yields the Arrow columns in a block of `pack_rows`."""
     for row in range(block.num_rows):
         lists = {name: block[name][row].values for name in block.column_names if name != "header"}
-        row_ids, first_id, start = lists.pop("row_ids").to_numpy(), 0, 0
+        row_ids = lists.pop("row_ids").to_numpy()
+        first_id = start = 0
         for key, num_ids, num_rows in json.loads(block["header"][row].as_py()):
             columns = {name.removeprefix(_COLUMN): values.slice(start, num_rows) for name, values in lists.items()}
             yield Content(tuple(key), row_ids[first_id : first_id + num_ids], columns)
-            first_id, start = first_id + num_ids, start + num_rows
+            first_id += num_ids
+            start += num_rows

@@ -46,7 +46,8 @@ class Pipeline:
         # Imported here: with another Ray version the import fails, and the driver explains that better.
         from elastic_ddp.ray_internals.dataset import DatasetExecution
 
-        self._records, self._locate = CallRecords(), work.index.locate
+        self._records = CallRecords()
+        self._locate = work.index.locate
         self._executions = [DatasetExecution(each) for each in _datasets(work, any_node, self._records.folder)]
 
     def __iter__(self) -> Iterator[Content]:
@@ -61,16 +62,18 @@ class Pipeline:
         try:
             contents = [chain.from_iterable(map(unpack_block, execution)) for execution in self._executions]
             for source in cycle(contents):
-                if (content := next(source, None)) is None:
+                content = next(source, None)
+                if content is None:
                     return
                 yield content
         except Exception as error:
             cause = _own_error(error)
-            if cause is None and (fatal := self._fatal_call(error)) is not None:
-                raise fatal from error
             if cause is None:
-                raise
-            message, _, _ = str(cause).partition("\nFailed to apply ")  # Ray appends advice on Ray Data
+                fatal = self._fatal_call(error)
+                if fatal is None:
+                    raise
+                raise fatal from error
+            message = str(cause).partition("\nFailed to apply ")[0]  # Ray appends advice on Ray Data
             kind = DataError if isinstance(cause, DataError) else ConfigError
             raise kind(message.rstrip()) from error
 
@@ -105,7 +108,8 @@ def _datasets(work: Work, any_node: bool, records: str) -> list[ray.data.Dataset
     Their tasks run on the worker's node, so that no other node can fail them. Tasks are not retried: Ray would read
     from the start, but the feed opens a new pipeline at the current step.
     """
-    transform, collate_fn = _shipped(work.transform, "transform"), _shipped(work.collate_fn, "collate_fn")
+    transform = _shipped(work.transform, "transform")
+    collate_fn = _shipped(work.collate_fn, "collate_fn")
     job: Any = ray.put(replace(work, transform=transform, collate_fn=collate_fn))
     in_memory = isinstance(work.index, MapStyleIndex)
     tasks = work.plan.options.concurrency if in_memory or transform or collate_fn else 1

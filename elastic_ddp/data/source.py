@@ -32,9 +32,10 @@ def read_chunks(index: DatasetIndex, plan: FeedPlan) -> Iterator[Content]:
     """Yields the chunks of the plan in order, as dicts of Arrow columns."""
     pool = ThreadPoolExecutor(_WINDOWS_AHEAD, thread_name_prefix="windows")
     try:
-        chunks = _with_windows(plan.chunks(), lambda chunk: pool.submit(_load_window, index, plan, chunk))
+        chunks = _with_windows(plan.chunks(), lambda chunk: pool.submit(_load_window, index, chunk))
         for chunk, (window, row_ids) in chunks:
-            start, num_rows = len(row_ids) - (chunk.window_stop - chunk.start), chunk.stop - chunk.start
+            start = len(row_ids) - (chunk.window_stop - chunk.start)
+            num_rows = chunk.stop - chunk.start
             columns = dict(zip(index.columns, window.slice(start, num_rows).columns, strict=True))
             yield Content(chunk.key, row_ids[start : start + num_rows], columns)
     finally:
@@ -63,32 +64,37 @@ def _with_windows(chunks: Iterator[Chunk], load: Callable[[Chunk], Future[Window
         yield chunk, window
 
 
-def _load_window(index: DatasetIndex, plan: FeedPlan, chunk: Chunk) -> Window:
+def _load_window(index: DatasetIndex, chunk: Chunk) -> Window:
     """Reads the window of a chunk, from this chunk on."""
-    tables, row_ids = [], []
-    for group, start, stop in chunk.lane.segments(chunk.window):
-        table, rows = _read_group(index, group), plan.rows_of_segment(chunk.lane.epoch, group, start, stop)
-        tables.append(table.slice(start, stop - start) if plan.weights is None else table.take(pa.array(rows)))
+    lane = chunk.lane
+    tables = []
+    row_ids = []
+    for group, start, stop in lane.segments(chunk.window):
+        table = _read_group(index, group)
+        rows = lane.rows_of_segment(group, start, stop)
+        tables.append(table.slice(start, stop - start) if lane.plan.weights is None else table.take(pa.array(rows)))
         row_ids.append(index.first_row_ids[group] + rows)
-    permutation = chunk.lane.permutation(chunk.window)
-    inside = slice(chunk.start - int(chunk.lane.window_starts[chunk.window]), None)
+    permutation = lane.permutation(chunk.window)
+    inside = slice(chunk.start - int(lane.window_starts[chunk.window]), None)
     try:
-        window, ids = pa.concat_tables(tables).combine_chunks(), np.concatenate(row_ids)
+        window = pa.concat_tables(tables).combine_chunks()
+        ids = np.concatenate(row_ids)
         if permutation is None:
             return window.slice(inside.start), ids[inside]
         return window.take(pa.array(permutation[inside])).combine_chunks(), ids[permutation[inside]]
     except pa.ArrowException as error:  # a list has more than 2**31 elements
-        reason, _, _ = str(error).partition(", consider")  # Arrow suggests a cast
+        reason = str(error).partition(", consider")[0]  # Arrow suggests a cast
         raise DataError(
             f"the {len(tables)} row groups of a window cannot be joined: {reason}. Lower data.window_row_groups (now "
-            f"{plan.options.window_row_groups}), write smaller row groups, or leave the column out of data.columns."
+            f"{lane.plan.options.window_row_groups}), write smaller row groups, or leave the column out of "
+            "data.columns."
         ) from error
 
 
 def _read_group(index: DatasetIndex, group: int) -> pa.Table:
     file = index.files[int(index.group_file[group])]
-    number, metadata = int(index.group_number[group]), _footer(file.path, file.size, file.version)
-    table = read_row_group(file.path, file.size, metadata, number, index.columns)
+    metadata = _footer(file.path, file.size, file.version)
+    table = read_row_group(file.path, file.size, metadata, int(index.group_number[group]), index.columns)
     return pa.table({name: widen(table.column(name)) for name in index.columns})
 
 

@@ -48,7 +48,8 @@ def split_into_micro_batches(
         if step < skipped_to():
             continue
         if plan.shape.epoch_of(step) != epoch:
-            epoch, lanes = plan.shape.epoch_of(step), {}
+            epoch = plan.shape.epoch_of(step)
+            lanes = {}
         rows = plan.shape.rows(step)
         for position, micro_batch in enumerate(plan.micro_batches):
             lane, start, stop = plan.source(step, micro_batch)
@@ -60,7 +61,8 @@ def split_into_micro_batches(
                 content = _next(contents, chunk.key)
                 if chunk.lane.epoch == epoch:
                     lanes.setdefault(chunk.lane.number, deque()).append((chunk, content))
-            pieces, row_ids = [], []
+            pieces = []
+            row_ids = []
             for chunk, content in held:
                 inside = slice(max(start - chunk.start, 0), min(stop, chunk.stop) - chunk.start)
                 if inside.start < inside.stop:

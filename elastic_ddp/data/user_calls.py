@@ -110,7 +110,8 @@ class CallRecords:
             calls = {}
             for path in self._paths():
                 with suppress(OSError):
-                    if record := path.read_text(errors="replace"):
+                    record = path.read_text(errors="replace")
+                    if record:
                         calls[int(path.name)] = record.partition("\n")
             for pid, (call, _, report) in calls.items():
                 if has_ended(pid):
@@ -128,13 +129,15 @@ class CallRecords:
             waited_s: seconds since the previous call of this method for which the worker itself has run, and waited.
                 Time in which the machine or the worker was suspended is not among them.
         """
-        before, self._waited = self._waited, {}
+        before = self._waited
+        self._waited = {}
         for path in self._paths():
             with suppress(OSError):
                 status = path.stat()
                 if not status.st_size:
                     continue
-                call, age_s = (path.name, status.st_mtime_ns), max(0.0, time.time() - status.st_mtime)
+                call = path.name, status.st_mtime_ns
+                age_s = max(0.0, time.time() - status.st_mtime)
                 is_stopped = process_state(int(path.name)) in "Tt"
                 added_s = 0.0 if is_stopped else waited_s if call in before else min(waited_s, age_s)
                 self._waited[call] = before.get(call, 0.0) + added_s

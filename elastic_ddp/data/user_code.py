@@ -8,6 +8,7 @@ import os
 import re
 import sys
 import sysconfig
+import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -17,7 +18,7 @@ from typing import Any, TypeVar
 
 import ray
 
-from elastic_ddp.errors import ConfigError, format_exception, shorten
+from elastic_ddp.errors import ConfigError, DataError, format_exception, shorten, text_of
 
 _FIX = (
     "Put the code on a file system that all nodes share, install it on all nodes, or let Ray copy it: "
@@ -119,6 +120,16 @@ def environment() -> DriverEnvironment:
     return _entered or DriverEnvironment.capture()
 
 
+def user_error(what: str, error: BaseException, place: str = "", fix: str = "") -> DataError:
+    """Returns the error for an exception that the user's code raised, with its traceback. Call it in `except`.
+
+    `what` is the code, and `place` is where in the run it was called, such as " in micro-batch 0 of step 1".
+    """
+    stack = traceback.format_exc().rstrip()
+    text = f"{what} raised {text_of(error, repr)}{place}:\n{stack}{fix}\n{environment().advise(error)}"
+    return DataError(text.rstrip())
+
+
 def this_node() -> str:
     """Returns the address of this process's Ray node."""
     return str(ray.util.get_node_ip_address()) if ray.is_initialized() else "this node"
@@ -161,7 +172,9 @@ class Shipped:
     """
 
     def __init__(self, reference: ray.ObjectRef[Any], name: str, driver: DriverEnvironment) -> None:
-        self._reference, self._name, self._driver = reference, name, driver
+        self._reference = reference
+        self._name = name
+        self._driver = driver
         self._loaded: Any = None
 
     def load(self) -> Any:
@@ -210,7 +223,8 @@ def import_failure(error: BaseException | None) -> ConfigError | None:
     The node lacks a module, or Ray cannot set up the runtime environment there.
     """
     if isinstance(error, ray.exceptions.RuntimeEnvSetupError):
-        node, reason = re.search(r"\[Node (\S+)\]", str(error)), str(error).strip().rpartition("\n")[2].strip()
+        node = re.search(r"\[Node (\S+)\]", str(error))
+        reason = str(error).strip().rpartition("\n")[2].strip()
         return ConfigError(
             f"Ray cannot set up runtime_env on node {node[1] if node else 'unknown'} ({reason}). "
             "/tmp/ray/session_latest/logs/runtime_env_setup-*.log there has more."
@@ -222,7 +236,8 @@ def import_failure(error: BaseException | None) -> ConfigError | None:
 @contextmanager
 def _silenced(logger: str) -> Iterator[None]:
     log = logging.getLogger(logger)
-    before, log.disabled = log.disabled, True
+    before = log.disabled
+    log.disabled = True
     try:
         yield
     finally:

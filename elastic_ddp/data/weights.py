@@ -106,7 +106,8 @@ def _read_parquet(index: Any, name: str) -> Any:
     def read(number: int) -> list[Any]:
         file = index.files[number]
         metadata = read_footer(file.path, file.size)
-        if name not in (names := metadata.schema.to_arrow_schema().names):
+        names = metadata.schema.to_arrow_schema().names
+        if name not in names:
             raise _no_column(name, names)
         groups = index.group_number[index.group_file == number].tolist()
         tables = [read_row_group(file.path, file.size, metadata, group, [name]) for group in groups]

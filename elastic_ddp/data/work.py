@@ -1,12 +1,13 @@
-"""What the data processes of a worker do: they read rows, and make chunks or whole micro-batches of them.
+"""The work of a worker's data processes: reading rows, and making chunks or whole micro-batches of them.
 
-Of Parquet files without a `collate_fn`, they make chunks of `data.chunk_rows` rows, which the worker cuts into
-micro-batches. With a `collate_fn`, and of data in memory, they make micro-batches. The transform then sees one of them
-at a time.
+From Parquet files without a `collate_fn`, they make chunks of `data.chunk_rows` rows, which the worker cuts into
+micro-batches. With a `collate_fn`, and from data in memory, they make micro-batches. The transform then gets one of
+them at a time.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
@@ -17,20 +18,36 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from elastic_ddp.data.collate import CollateFn, ColumnBatch, collate_rows
-from elastic_ddp.data.columns import Arrays, Int64Array, check_tensors, one_array, to_numpy
+from elastic_ddp.data.columns import Array, Arrays, Int64Array, check_tensors, one_array, to_numpy
 from elastic_ddp.data.fingerprint import fetch_rows
 from elastic_ddp.data.index import DatasetIndex
 from elastic_ddp.data.map_style import Columns, MapStyleIndex, load_content
-from elastic_ddp.data.order import FeedPlan
+from elastic_ddp.data.order import FeedPlan, transform_generator
 from elastic_ddp.data.packing import Content, Key, load, title_of
 from elastic_ddp.data.source import read_chunks
 from elastic_ddp.data.split import HostBatch, split_into_micro_batches, take_collated
-from elastic_ddp.data.transform import Transform, apply_transform
 from elastic_ddp.data.user_calls import recorded
-from elastic_ddp.data.user_code import uninterrupted
-from elastic_ddp.errors import DataError, shorten
+from elastic_ddp.data.user_code import uninterrupted, user_error
+from elastic_ddp.errors import ConfigError, DataError, shorten
 from elastic_ddp.seeding import seed_all
+
+Transform = Callable[[Arrays, np.random.Generator], Arrays]
+"""Maps the rows of a chunk to as many rows, one array of shape (rows, ...) for each column.
+
+The generator and the global generators of torch, NumPy and Python are seeded for the chunk, so that their numbers are
+the same at every world size and after every resume."""
+
+CollateFn = Callable[[list[Any]], Any]
+"""Maps the rows of a micro-batch to a batch of any type.
+
+The global generators of torch, NumPy and Python are seeded for the micro-batch, before its rows are fetched."""
+
+
+class ColumnBatch(dict[str, Array]):
+    """A batch of arrays of shape (rows, ...), which the worker turns into a dict of tensors.
+
+    The data process needs no torch for it.
+    """
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,7 +90,8 @@ class Work:
     def make_in_memory(self, share: int = 0, num_shares: int = 1) -> Iterator[Content]:
         """Yields every `num_shares`-th micro-batch of a data set in memory, from the `share`-th on."""
         assert isinstance(self.index, MapStyleIndex)
-        plan, data = self.plan, load_content(self.index)
+        plan = self.plan
+        data = load_content(self.index)
         owned = len(plan.micro_batches)
         for position in range(share, (plan.last_step - plan.first_step) * owned, num_shares):
             key = plan.first_step + position // owned, plan.micro_batches[position % owned]
@@ -107,7 +125,9 @@ class Work:
 
     def _make(self, key: Key, row_ids: Int64Array, columns: Arrays, tensors: frozenset[str] = frozenset()) -> Any:
         """Returns a chunk or a batch of columns, of which `tensors` become tensors in the rows that are collated."""
-        plan, is_chunk, num_rows = self.plan, len(key) == 3, len(next(iter(columns.values())))
+        plan = self.plan
+        is_chunk = len(key) == 3
+        num_rows = len(next(iter(columns.values())))
         with self._recorded(key, row_ids), self._naming_rows(key, row_ids):
             if self.transform is not None:
                 chunk = key if is_chunk else (plan.shape.epoch_of(key[0]), key[1], key[0] % plan.shape.steps_per_epoch)
@@ -145,3 +165,80 @@ class Work:
 @cache
 def _import_torch() -> Any:
     return uninterrupted(lambda: import_module("torch"))
+
+
+def apply_transform(transform: Transform, rows: Arrays, seed: int, chunk: Key, num_rows: int) -> Arrays:
+    """Returns the transformed rows of a chunk, which is (epoch, lane, number)."""
+    had_torch = "torch" in sys.modules
+    writable = {name: np.array(values) for name, values in rows.items()}
+    generator = transform_generator(seed, chunk)
+    seed_all(seed, "transform", *chunk)
+    title = title_of(chunk)
+    try:
+        result = transform(writable, generator)
+    except ConfigError:  # it cannot be loaded
+        raise
+    except (Exception, SystemExit) as error:
+        raise user_error("the transform", error, f" in {title}") from error
+    if not had_torch and "torch" in sys.modules:  # the call imported torch, whose generator was not seeded then
+        return apply_transform(transform, rows, seed, chunk, num_rows)
+    _check_result(result, num_rows, title)
+    return result
+
+
+def _check_result(result: object, num_rows: int, title: str) -> None:
+    """Raises a DataError if a transform returned something else than a dict of arrays with a row for each row."""
+    if not isinstance(result, dict) or not result:
+        raise DataError(
+            f"the transform returned {'an empty dict' if result == {} else type(result).__name__}. Return a dict of "
+            "NumPy arrays, one for each column."
+        )
+    for name, values in result.items():
+        if not isinstance(values, np.ndarray) or values.ndim == 0:
+            raise DataError(
+                f"the transform returned a {type(values).__name__} for {name!r}. Return a NumPy array of shape "
+                "(rows, ...)."
+            )
+        if len(values) != num_rows:
+            raise DataError(
+                f"the transform got {num_rows} rows and returned {len(values)} for {name!r} in {title}. Return every "
+                "row once. Drop rows when the data set is written, or mark them with a column of weights."
+            )
+
+
+def collate_rows(collate_fn: CollateFn | None, rows: list[Any], place: str) -> Any:
+    """Returns the batch of these rows. Raises a DataError, which names the place in the run."""
+    collate: CollateFn
+    if collate_fn is not None:
+        collate = collate_fn
+    else:
+        from torch.utils.data import default_collate as collate
+
+        _check_keys(rows, place)
+    try:
+        batch = collate(rows)
+    except ConfigError:  # it cannot be loaded
+        raise
+    except (Exception, SystemExit) as error:
+        what = "collate_fn"
+        fix = ""
+        if collate_fn is None:
+            what = "rows cannot be stacked into a batch by torch's default_collate, which"
+            fix = "\nReturn tensors, arrays or numbers of equal shapes from every row, or pass a collate_fn."
+        raise user_error(what, error, f" in {place}", fix) from error
+    if batch is None:
+        raise DataError(f"collate_fn returned None in {place}. Return the batch.")
+    return batch
+
+
+def _check_keys(rows: list[Any], place: str) -> None:
+    """Raises a DataError if rows are dicts with different keys: torch would drop or miss some."""
+    if not isinstance(rows[0], dict):
+        return
+    for row in rows[1:]:
+        if not isinstance(row, dict) or row.keys() != rows[0].keys():
+            other = sorted(map(str, row)) if isinstance(row, dict) else f"a {type(row).__name__}"
+            raise DataError(
+                f"rows of {place} differ: one has the keys {sorted(map(str, rows[0]))}, another is or has {other}. "
+                "Return the same keys from every row, or pass a collate_fn."
+            )

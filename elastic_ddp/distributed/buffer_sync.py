@@ -65,8 +65,8 @@ def check_rules(module: torch.nn.Module, rules: Mapping[str, str]) -> None:
 def find_rules(module: torch.nn.Module, rules: Mapping[str, str]) -> Rules:
     """Returns the full name of each buffer and its rule: the first in `rules` that matches, or torch's layers' own.
 
-    The statistics of torch's normalization layers are averaged, and their counters are those of micro-batch 0. A buffer
-    without a rule is None: no micro-batch may change it.
+    The statistics of torch's normalization layers are averaged; their counters come from micro-batch 0. None: no
+    micro-batch may change the buffer.
     """
     found = {}
     for path, owner in module.named_modules():
@@ -211,7 +211,8 @@ class StepBuffers:
     def _compare(self) -> tuple[list[torch.Tensor], list[bool]]:
         """Returns the buffers as a forward left them, and which of them it changed."""
         for owner, name in self._empty:
-            if (filled := buffers_of(owner).get(name)) is not None and filled.numel():
+            filled = buffers_of(owner).get(name)
+            if filled is not None and filled.numel():
                 raise _buffer_error(owner, name, "was None or empty until a forward filled it")
         # The first forward of a step is checked before the step is committed or handed over, others in the next step.
         if not self._is_checked:
@@ -232,7 +233,8 @@ class StepBuffers:
     def _check_rules(self, changed: list[bool], error: Callable[[list[str]], ConfigError] = changed_error) -> None:
         """Raises a ConfigError if a buffer changed that has no rule."""
         places = zip(self._names, self._rule_of, changed, strict=True) if changed else ()
-        if names := [name for name, rule, touched in places if touched and rule is None]:
+        names = [name for name, rule, touched in places if touched and rule is None]
+        if names:
             raise error(names)
 
     def _count_changes(self) -> list[tuple[int, int]]:
@@ -242,12 +244,7 @@ class StepBuffers:
 
     def _registered(self) -> list[tuple[torch.nn.Module, str, torch.Tensor | None]]:
         """Returns the buffers of all modules, each with its module and its name there."""
-        return [
-            (module, name, buffer)
-            for module in self._modules
-            if (buffers := buffers_of(module))
-            for name, buffer in buffers.items()
-        ]
+        return [(module, name, buffer) for module in self._modules for name, buffer in buffers_of(module).items()]
 
     def _check_known(self, buffers: Sequence[tuple[torch.nn.Module, str, torch.Tensor | None]]) -> Rules:
         """Returns the names and rules of all buffers. Raises a ConfigError for a buffer that a forward created.

@@ -71,7 +71,8 @@ class CanonicalReduction:
 
     def begin(self, *, num_leaves: int, divisor: float) -> None:
         """Begins a step, in which micro-batches 0 to L-1 have rows and the sum is divided by d."""
-        self._num_leaves, self._divisor = num_leaves, divisor
+        self._num_leaves = num_leaves
+        self._divisor = divisor
         self._subtrees = [maximal_subtrees(with_rows(owned, num_leaves)) for owned in self._ranges]
         self._is_expected = False  # whether the last backward of the step runs
         self._sums: dict[Node, list[torch.Tensor]] = {}  # of each subtree, a tensor or `_MOVED` for each parameter
@@ -87,7 +88,8 @@ class CanonicalReduction:
 
         They are taken of the gradient alone, one for each parameter.
         """
-        self._watched, self._record = micro_batches, record
+        self._watched = micro_batches
+        self._record = record
 
     def fold(self, micro_batch: int, loss: torch.Tensor, *, past_hooks: bool = False, is_zero: bool = False) -> None:
         """Adds the gradients of a micro-batch's weighted loss to the sums. The arguments are as in `compute`."""
@@ -126,7 +128,8 @@ class CanonicalReduction:
 
         Without `divides`, the hook leaves the sum, and not the mean, in DDP's gradients. `is_zero` is as in `fold`.
         """
-        self._last_micro_batch, self._is_zero = micro_batch, is_zero
+        self._last_micro_batch = micro_batch
+        self._is_zero = is_zero
         self._divisor = self._divisor if divides else 1.0
         self._is_expected = True
 
@@ -140,19 +143,20 @@ class CanonicalReduction:
         used = torch.tensor(in_use).to(torch.uint8)
         if self._group.world_size > 1:
             dist.all_reduce(used, op=dist.ReduceOp.MAX)
-        means, self._means = self._means, []
-        for parameters, mean in means:
+        for parameters, mean in self._means:
             for parameter, gradient in zip(parameters, _unflatten(mean, parameters), strict=True):
                 if not used[self._position[id(parameter)]]:
                     parameter.grad = None
                 elif parameter.grad is None:
                     parameter.grad = gradient
+        self._means = []
 
     def hook(self, _: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         """The hook for `DistributedDataParallel.register_comm_hook`."""
         if not self._is_expected:
             raise own_backward_error()
-        buffer, is_last = bucket.buffer(), bucket.is_last()
+        buffer = bucket.buffer()
+        is_last = bucket.is_last()
         sums = self._bucket_sums(bucket)
         if is_last:
             self._sums.clear()
@@ -269,7 +273,8 @@ class CanonicalReduction:
 
     def _chunks_to_send(self, buffer: torch.Tensor, sums: dict[Node, torch.Tensor], chunk: int) -> torch.Tensor:
         """Returns this rank's subtree sums of a bucket, flat, ordered by the rank that receives the chunk."""
-        world_size, size, own = self._group.world_size, buffer.numel(), self._subtrees[self._group.rank]
+        world_size, size = self._group.world_size, buffer.numel()
+        own = self._subtrees[self._group.rank]
         if len(own) == 1 and size == chunk * world_size:
             return sums[own[0]]
         send = buffer.new_zeros(world_size, len(own), chunk)

@@ -181,7 +181,8 @@ class DDPStrategy(Strategy):
         """Raises a ConfigError if a parameter got no gradient. DDP itself would raise in the next step."""
         if self._options.find_unused_parameters or self._options.static_graph:
             return
-        if unused := self._unused():
+        unused = self._unused()
+        if unused:
             raise unused_parameters_error(unused, "set ddp.find_unused_parameters = true")
 
     def close(self) -> None:

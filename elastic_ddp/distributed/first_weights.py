@@ -29,7 +29,8 @@ class FirstWeights:
     """
 
     def __init__(self, seed: int, initialize: Initialize | None = None) -> None:
-        self._seed, self._initialize = seed, initialize
+        self._seed = seed
+        self._initialize = initialize
         self.uninitialized: set[str] = set()
         """The names of tensors that were made and have no value yet."""
 
@@ -55,13 +56,15 @@ class FirstWeights:
             return
         with preserve_rng_state(device), torch.no_grad(), torch.device(device):
             for name, module in reversed(list(modules.items())):
-                if (initialize := self._initializer_of(module, unset)) is not None:
+                initialize = self._initializer_of(module, unset)
+                if initialize is not None:
                     seed_all(self._seed, "init", name)
                     # Inner units are sharded already.
                     sharded = {key: each for key, each in module.named_parameters() if is_dtensor(each)}
                     before = {key: version(each) for key, each in sharded.items()}
                     initialize()
-                    if changed := [key for key, each in sharded.items() if version(each) != before[key]]:
+                    changed = [key for key, each in sharded.items() if version(each) != before[key]]
+                    if changed:
                         raise ConfigError(
                             f"the initialization of {name or 'the model itself'} changed {shorten(changed, 5)} in its "
                             "submodules, which are sharded already. Let it initialize what the module has itself: "

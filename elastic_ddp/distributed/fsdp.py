@@ -116,8 +116,8 @@ class FSDPStrategy(Strategy):
         locations = locate_parameters(module, {unit for unit, _ in policies})
         check_shardable(locations)
         if self._group.device.type == "cuda" and not former:
-            free, offloads = free_bytes(self._group.device), self._options.cpu_offload
-            check_room(locations, self._group.assignment.num_shards, free, offloads=offloads)
+            free = free_bytes(self._group.device)
+            check_room(locations, self._group.assignment.num_shards, free, offloads=self._options.cpu_offload)
         modules = modules_by_unit(module, {unit for unit, _ in policies})
         for unit, policy in policies:
             if begins:
@@ -147,7 +147,7 @@ class FSDPStrategy(Strategy):
             _replace_parameters(optimizer, lambda parameter: sharded[names[parameter]])
 
     def _make_first_weights(self, modules: Mapping[str, torch.nn.Module]) -> None:
-        """Gives the modules of a unit their first weights: those that rank 0 built, or else those of `first_weights`.
+        """Gives the modules of a unit their first weights, which rank 0 built or `first_weights` makes.
 
         On the meta device a rank makes and initializes all of them, and keeps its shard: their bits are equal on all.
         """
@@ -204,8 +204,9 @@ class FSDPStrategy(Strategy):
         tensors = {f"model.{name}": value for name, value in module.state_dict(keep_vars=True).items()}
         tensors |= {f"parameters.{name}": parameter for name, parameter in parameters.items()}
         for number, optimizer in enumerate(optimizers):
-            prefix, groups = f"optimizer.{number}", optimizer.param_groups
-            for index, parameter in enumerate(parameter for group in groups for parameter in group["params"]):
+            prefix = f"optimizer.{number}"
+            of_groups = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+            for index, parameter in enumerate(of_groups):
                 tensors[f"{prefix}.state.{names[parameter]}"] = parameter
                 tensors[f"{prefix}.numbered.state.{index}"] = parameter  # in a format other than torch's
         sharded = {name: value for name, value in tensors.items() if isinstance(value, DTensor)}
@@ -221,7 +222,8 @@ class FSDPStrategy(Strategy):
     def begin_step(self, rows: np.ndarray) -> None:
         self.reshard()
         super().begin_step(rows)
-        self._round.num_leaves, self._round.number = self.num_leaves, -1
+        self._round.num_leaves = self.num_leaves
+        self._round.number = -1
         self._alone.clear()
         for reduction in self._reductions.values():
             reduction.clear()
@@ -251,13 +253,15 @@ class FSDPStrategy(Strategy):
     def _backward(self, loss: torch.Tensor, *, is_zero: bool) -> None:
         self._check_unchanged()
         self._check_used(loss)
-        self._round.number, self._round.is_zero = self._round.number + 1, is_zero
+        self._round.number += 1
+        self._round.is_zero = is_zero
         for reduction in self._reductions.values():
             reduction.num_exchanges = 0
         with self._accumulating(is_last=self._round.is_last):
             self._run_backward(loss, is_last=self._round.is_last)
             # `_check_used` cannot see into reentrant checkpoints.
-            if unused := [name for name, parameter in self.trained.items() if parameter.grad is None]:
+            unused = [name for name, parameter in self.trained.items() if parameter.grad is None]
+            if unused:
                 raise unused_parameters_error(unused, _USE_IN_ALL)
             if self._group.world_size == 1:
                 self._fold_alone()
@@ -297,7 +301,8 @@ class FSDPStrategy(Strategy):
     def _check_unchanged(self) -> None:
         """Raises a ConfigError if a forward changed gathered parameters. The change would be lost with them."""
         gathered = self._versions.items()
-        if changed := [name for name, (tensor, count) in gathered if torch_internals.version(tensor) != count]:
+        changed = [name for name, (tensor, count) in gathered if torch_internals.version(tensor) != count]
+        if changed:
             raise changed_parameters_error(changed, self._model.module)
 
     def _check_used(self, loss: torch.Tensor) -> None:
@@ -307,7 +312,10 @@ class FSDPStrategy(Strategy):
         so that the outcome does not depend on the world size.
         """
         leaves = _graph_leaves(loss)
-        if leaves is not None and (unused := [name for name in self.trained if self._gathered.get(name) not in leaves]):
+        if leaves is None:
+            return
+        unused = [name for name in self.trained if self._gathered.get(name) not in leaves]
+        if unused:
             raise unused_parameters_error(unused, _USE_IN_ALL)
 
     def gradient_norm(self) -> torch.Tensor:
@@ -367,7 +375,8 @@ def _graph_leaves(loss: torch.Tensor) -> set[torch.Tensor | None] | None:
         node = pending.pop()
         if node.name() == "CheckpointFunctionBackward":
             return None  # a reentrant checkpoint builds its graph during the backward
-        if (leaf := getattr(node, "variable", None)) is not None:
+        leaf = getattr(node, "variable", None)
+        if leaf is not None:
             leaves.add(leaf)
         for next_node, _ in node.next_functions:
             if next_node is not None and next_node not in seen:

@@ -96,7 +96,8 @@ class Reduction(_Collective):
     """
 
     def __init__(self, current: Round, *, is_canonical: bool) -> None:
-        self._round, self._is_canonical = current, is_canonical
+        self._round = current
+        self._is_canonical = is_canonical
         self.num_exchanges = 0
         """Number of exchanges in this round."""
         self._sums: dict[Node, torch.Tensor] = {}  # of subtrees, or one of all rounds so far
@@ -142,7 +143,8 @@ class Reduction(_Collective):
 
     def _joined(self, part: torch.Tensor, length: int) -> torch.Tensor:
         """Returns this rank's shard, with a number of elements, from the parts of it that each group has."""
-        group, num_shards, num_groups = self._round.group, self._round.num_shards, self._round.num_groups
+        group = self._round.group
+        num_shards, num_groups = self._round.num_shards, self._round.num_groups
         if num_groups == 1:
             return part
         sizes = [len(part) if rank % num_shards == group.rank % num_shards else 0 for rank in range(group.world_size)]
@@ -167,7 +169,8 @@ class Reduction(_Collective):
                     self._sums[node] = value.clone()
 
     def _reduce_scatter(self, gradient: torch.Tensor) -> None:
-        group, all_rounds = self._round.group, Node(0, 0)
+        group = self._round.group
+        all_rounds = Node(0, 0)
         sent = gradient.to(group.transfer_device)
         received = sent.new_empty(sent.numel() // group.world_size)
         group.wait(reduce_scatter_single(received, sent, async_op=True))

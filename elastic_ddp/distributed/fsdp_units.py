@@ -82,7 +82,8 @@ def check_room(locations: list[ParameterLocation], world_size: int, free_bytes: 
     for parameter, unit in {location.parameter: location.unit for location in locations}.items():
         by_unit[unit] = by_unit.get(unit, 0) + parameter.nbytes * (2 if parameter.requires_grad else 1)
     unit, largest = max(by_unit.items(), key=lambda item: item[1])
-    total, left = 0 if offloads else sum(by_unit.values()), free_bytes - largest
+    total = 0 if offloads else sum(by_unit.values())
+    left = free_bytes - largest
     if largest + total / world_size <= free_bytes:
         return
     needed = f"a rank needs {(largest + total / world_size) / 1e9:.2f} GB for"

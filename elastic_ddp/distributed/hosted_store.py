@@ -18,7 +18,8 @@ class HostedStore:
 
     def __init__(self, host: str) -> None:
         listener = socket.create_server((host, 0))
-        self.host, self.port = host, int(listener.getsockname()[1])
+        self.host = host
+        self.port = int(listener.getsockname()[1])
         self._store = ThreadPoolExecutor(1, thread_name_prefix="store").submit(_open, host, self.port, listener)
 
     def list_keys(self) -> list[str]:

@@ -22,11 +22,11 @@ def changed_parameters_error(names: Sequence[str], module: torch.nn.Module) -> C
     """Returns the error for parameters of a model that changed in a step before `optimize`."""
     problem = f"parameters {shorten(names, 5)} changed in the step before step.optimize()"
     owner = module.get_submodule(names[0].rpartition(".")[0])
-    if isinstance(owner, torch.nn.Embedding | torch.nn.EmbeddingBag) and (max_norm := owner.max_norm) is not None:
+    if isinstance(owner, torch.nn.Embedding | torch.nn.EmbeddingBag) and owner.max_norm is not None:
         return ConfigError(
-            f"{problem}: {type(owner).__name__}(max_norm={max_norm}) changes its weight in every forward. Leave out "
-            "max_norm, and limit the norms once per step, in the block after step.optimize(): "
-            f"embedding.weight.data.renorm_({owner.norm_type}, 0, {max_norm})."
+            f"{problem}: {type(owner).__name__}(max_norm={owner.max_norm}) changes its weight in every forward. Leave "
+            "out max_norm, and limit the norms once per step, in the block after step.optimize(): "
+            f"embedding.weight.data.renorm_({owner.norm_type}, 0, {owner.max_norm})."
         )
     return ConfigError(
         f"{problem}. A forward would change them for each micro-batch of a rank, so weights would depend on the number "
@@ -53,10 +53,12 @@ class ParameterGuard:
 
         Raises a ConfigError if they or buffers changed since `end`.
         """
-        at_end, self._at_end = self._at_end, {}
+        at_end = self._at_end
+        self._at_end = {}
         if at_end:
             now = self._digest_state()
-            if changed := [name for name, digest in at_end.items() if now.get(name, digest) != digest]:
+            changed = [name for name, digest in at_end.items() if now.get(name, digest) != digest]
+            if changed:
                 raise ConfigError(
                     f"{shorten(changed, 5)} changed between two steps. Code after `with step` runs again when a step "
                     "is repeated. Change the state of the model in the block, after step.optimize()."
@@ -70,7 +72,8 @@ class ParameterGuard:
     def check(self) -> None:
         """Raises a ConfigError if a parameter changed since `begin`."""
         changed: list[str] = []
-        if (now := _marks(self._parameters)) != self._before:
+        now = _marks(self._parameters)
+        if now != self._before:
             of_each = zip(self._parameters, zip(*now, strict=True), zip(*self._before, strict=True), strict=True)
             changed = [name for name, mark, before in of_each if mark != before]
         if not changed and self._digests:

@@ -68,7 +68,8 @@ class PreparedModel:
             return self.call_directly(*args, **kwargs)
         target = self.call_directly
         if self._replica is not None and torch.is_grad_enabled():
-            target, self.called_replica = self._replica, True
+            target = self._replica
+            self.called_replica = True
         self._is_in_call = True
         try:
             with self.autocast(is_enabled=True):
@@ -88,7 +89,8 @@ def unit_predicate(
     """
     submodules = [submodule for submodule in module.modules() if submodule is not module]
     available = sorted({type(submodule).__name__ for submodule in submodules})
-    if unknown := [name for name in class_names if name not in available]:
+    unknown = [name for name in class_names if name not in available]
+    if unknown:
         raise ConfigError(
             f"fsdp.shard_classes names {', '.join(unknown)}, but the model has no such submodule. Choose from "
             f"{', '.join(available)}."

@@ -20,8 +20,7 @@ import torch.distributed as dist
 from elastic_ddp import torch_internals
 from elastic_ddp.distributed import nccl
 from elastic_ddp.distributed.assignment import Assignment
-from elastic_ddp.distributed.gloo_waits import MessageWaits, wait_for_collective
-from elastic_ddp.distributed.host_number import read
+from elastic_ddp.distributed.gloo_waits import wait_for_collective, wait_for_messages
 from elastic_ddp.distributed.sockets import Socket, shut_down, tcp_sockets
 from elastic_ddp.distributed.torch_store import StoreConnection
 from elastic_ddp.errors import PeerFailedError, text_of
@@ -72,7 +71,6 @@ class ProcessGroup:
     """The backends of CUDA tensors, from the end of `form` until the group is aborted."""
     _count: Callable[[], int] | None = field(default=None, repr=False)
     """Counts the collectives that this rank has begun, from the end of `form` until the group is closed."""
-    _waits: MessageWaits = field(default_factory=MessageWaits, repr=False)
 
     @property
     def rank(self) -> int:
@@ -124,7 +122,8 @@ class ProcessGroup:
             raise
 
     def _form(self, timeout_s: float, forming_s: float, on_forming: Callable[[ProcessGroup], None]) -> None:
-        assignment, has_nccl = self.assignment, self.device.type == "cuda" and not self.shares_device
+        assignment = self.assignment
+        has_nccl = self.device.type == "cuda" and not self.shares_device
         store = self.store.connect(assignment.store_host, assignment.store_port)
         store.set_timeout(datetime.timedelta(seconds=timeout_s))
         before = tcp_sockets().keys()
@@ -171,7 +170,8 @@ class ProcessGroup:
     def _form_communicator(self) -> None:
         """Makes NCCL connect the ranks. Torch would do that in the first collective, where nothing ends the wait for a
         rank that has failed. Here `abort` does."""
-        own, self._before_nccl = self._sockets, frozenset(tcp_sockets())
+        own = self._sockets
+        self._before_nccl = frozenset(tcp_sockets())
         self._sockets = own | self.store.sockets
         try:
             if self.aborted:  # before `abort` could see these sockets
@@ -180,7 +180,8 @@ class ProcessGroup:
             if self.shard_group is not None:
                 dist.all_reduce(torch.zeros(1, device=self.device), group=self.shard_group)
         finally:
-            self._sockets, self._before_nccl = own, None
+            self._sockets = own
+            self._before_nccl = None
         if self.aborted:
             raise PeerFailedError("a peer failed while NCCL connected the ranks")
 
@@ -209,7 +210,6 @@ class ProcessGroup:
         `intact`: all ranks passed a barrier and close the group too. Otherwise `abort` ends the peers' collectives.
         """
         self._count = None
-        self._waits.close()
         if not dist.is_initialized():
             return
         if not intact:
@@ -252,7 +252,8 @@ class ProcessGroup:
         while (before := self._before_nccl) is not None and time.monotonic() < end:
             shut_down(tcp_sockets().keys() - before)  # repeated, because NCCL opens its sockets one after the other
             time.sleep(_RETRY_S)
-        backends, self._nccl = self._nccl, []  # abort once, and this group's, which may not be the default one now
+        backends = self._nccl  # abort once, and this group's, which may not be the default one now
+        self._nccl = []
         for backend in backends:
             backend.abort()
 
@@ -287,13 +288,8 @@ class ProcessGroup:
         Raises:
             Exception: a peer failed; see `is_peer_failure`.
         """
-
-        def wait() -> None:
-            for message in messages:
-                message.wait(self._timeout)
-
         if messages:
-            self._waits.wait(wait, lambda: self.aborted)
+            wait_for_messages(messages, self._timeout, lambda: self.aborted)
 
     def broadcast_bytes(self, data: bytes | None, source: int = 0) -> bytes:
         """Returns the bytes of rank `source` on every rank. Collective; other ranks pass None."""
@@ -360,3 +356,25 @@ def _is_raised_by_torch(error: BaseException) -> bool:
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     raised_in = Path(frames[-1].f_code.co_filename) if frames else Path()
     return raised_in.is_relative_to(_PACKAGE_FOLDER) or raised_in.is_relative_to(_TORCH_FOLDER)
+
+
+def to_host(number: torch.Tensor) -> torch.Tensor:
+    """Starts to copy one number from the device to the host. `read` waits for the work before the copy only.
+
+    For the loss of a micro-batch, that is its forward. Meanwhile the device computes the backward.
+    """
+    if number.device.type != "cuda":
+        return number
+    host = torch.empty(1, dtype=number.dtype, pin_memory=True)
+    host.copy_(number.reshape(1), non_blocking=True)
+    copied = torch.cuda.Event()
+    copied.record()
+    host.copied = copied  # type: ignore[attr-defined]
+    return host
+
+
+def read(host: torch.Tensor) -> float:
+    """Returns a number of `to_host`, after its copy."""
+    if hasattr(host, "copied"):
+        host.copied.synchronize()
+    return float(host)

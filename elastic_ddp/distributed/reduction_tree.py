@@ -42,7 +42,8 @@ def micro_batch_ranges(num_micro_batches: int, world_size: int) -> list[range]:
     """
     if not 1 <= world_size <= num_micro_batches:
         raise ValueError(f"world_size={world_size} is not from 1 to the {num_micro_batches} micro-batches of a step")
-    smallest, largest = num_micro_batches // world_size, -(-num_micro_batches // world_size)
+    smallest = num_micro_batches // world_size
+    largest = -(-num_micro_batches // world_size)
     bounds = [0]
     for ranks_left in range(world_size - 1, 0, -1):
         first = max(bounds[-1] + smallest, num_micro_batches - ranks_left * largest)
@@ -69,7 +70,8 @@ def maximal_subtrees(owned: range) -> list[Node]:
     """Returns the largest subtrees that tile a rank's micro-batches, from left to right."""
     if owned.step > 1:
         return [Node(0, micro_batch) for micro_batch in owned]
-    subtrees, low = [], owned.start
+    subtrees = []
+    low = owned.start
     while low < owned.stop:
         level = 0
         while low % (2 << level) == 0 and low + (2 << level) <= owned.stop:
@@ -82,7 +84,7 @@ def maximal_subtrees(owned: range) -> list[Node]:
 def processing_order(owned: range) -> list[int]:
     """Returns a rank's micro-batches in the order in which it computes them: the largest subtree first.
 
-    A subtree of 2^k micro-batches needs up to k partial sums besides those of the finished subtrees. Largest first,
+    A subtree of 2^k micro-batches needs up to k partial sums besides the sums of finished subtrees. Largest first,
     both together are at most ceil(log2(M/W)) + 1. In ascending order, some ranges need nearly twice that.
     """
     largest_first = sorted(maximal_subtrees(owned), key=lambda node: -node.level)
@@ -108,6 +110,7 @@ def fold_to_root(sums: Mapping[Node, Value], num_leaves: int, add: Add[Value]) -
     for level in range(top):
         for node in sorted(node for node in sums if node.level == level):
             if node in sums:
-                left, right = sums.pop(node), sums.pop(Node(level, node.number + 1), None)
+                left = sums.pop(node)
+                right = sums.pop(Node(level, node.number + 1), None)
                 sums[Node(level + 1, node.number // 2)] = left if right is None else add(left, right)
     return sums[Node(top, 0)]

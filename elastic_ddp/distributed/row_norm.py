@@ -61,7 +61,8 @@ def _row_sums(shards: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 def _add_halves(matrices: list[torch.Tensor]) -> list[torch.Tensor]:
     """Returns the sum of each row of each matrix, shape (rows, 1). Works in place."""
     while long := [position for position, matrix in enumerate(matrices) if matrix.shape[1] > 1]:
-        firsts, seconds = [], []
+        firsts = []
+        seconds = []
         for position in long:
             matrix = matrices[position]
             half = -(-matrix.shape[1] // 2)

@@ -1,4 +1,4 @@
-"""Moves the shards of a state from the ranks of one generation to those of the next, from memory to memory.
+"""Moves the shards of a state from the ranks of one generation to the ranks of the next, from memory to memory.
 
 Shard i of N has the rows of dimension 0 that `torch.chunk` gives it: rows i * c to i * c + c - 1, with c = ceil(n / N).
 Each rank computes from this which rows it sends to which rank. Tensors travel in batches of `BATCH_BYTES`. A rank frees
@@ -62,7 +62,8 @@ def move_rows(
     they move. With an `offset`, a shard is mirrored by the rank that comes so many ranks after its owner. `tick` is
     called after each batch.
     """
-    keepers, num = resharding.keepers, resharding.num_kept
+    keepers = resharding.keepers
+    num = resharding.num_kept
     own: list[int | None] = [keepers.index(rank) % num if rank in keepers else None for rank in range(group.world_size)]
     wanted = [own]
     if offset is not None:
@@ -70,7 +71,8 @@ def move_rows(
     kept: dict[int, dict[str, torch.Tensor]] = {}
     for batch in _batches(specs):
         for shards in wanted:
-            moved, shard = _move(batch, held, resharding, shards, group, device), shards[group.rank]
+            moved = _move(batch, held, resharding, shards, group, device)
+            shard = shards[group.rank]
             if shard is not None:
                 kept.setdefault(shard, {}).update(moved)
         for rows in held.values():
@@ -89,7 +91,8 @@ def rotate_rows(
     Collective, for groups of two ranks or more in which rank r holds shard r. Arguments as in `move_rows`.
     """
     world_size = group.world_size
-    target, source = (group.rank + offset) % world_size, (group.rank - offset) % world_size
+    target = (group.rank + offset) % world_size
+    source = (group.rank - offset) % world_size
     received: dict[str, torch.Tensor] = {}
     for batch in _batches(specs):
         to_send: list[list[torch.Tensor]] = [[] for _ in range(world_size)]
@@ -109,7 +112,8 @@ def _batches(specs: Mapping[str, Spec]) -> Iterator[dict[str, Spec]]:
         if batch and num_bytes + size > BATCH_BYTES:
             yield batch
             batch, num_bytes = {}, 0
-        batch[name], num_bytes = spec, num_bytes + size
+        batch[name] = spec
+        num_bytes += size
     if batch:
         yield batch
 
@@ -121,7 +125,8 @@ def _overlaps(spec: Spec, resharding: Resharding, new_shard: int | None) -> Iter
     wanted = rows_of(spec.shape[0], new_shard, resharding.num_kept)
     for shard in range(resharding.num):
         rows = rows_of(spec.shape[0], shard, resharding.num)
-        if both := range(max(rows.start, wanted.start), min(rows.stop, wanted.stop)):
+        both = range(max(rows.start, wanted.start), min(rows.stop, wanted.stop))
+        if both:
             yield shard, both
 
 
@@ -134,7 +139,8 @@ def _move(
     device: torch.device,
 ) -> dict[str, torch.Tensor]:
     """Moves some tensors to the ranks that want them. `wanted` has for each rank the shard that it gets."""
-    own, ranks = group.rank, range(group.world_size)
+    own = group.rank
+    ranks = range(group.world_size)
     to_send: list[list[torch.Tensor]] = [[] for _ in ranks]
     sizes: list[list[int]] = [[] for _ in ranks]  # in bytes, of the parts that each rank sends to this one
 
@@ -153,7 +159,8 @@ def _move(
     received = [iter(parts) for parts in _exchange(to_send, sizes, group)]
     kept = {}
     for name, spec in batch.items():
-        parts, is_received = [], True
+        parts = []
+        is_received = True
         for shard, rows in _overlaps(spec, resharding, wanted[own]):
             source = resharding.source(shard, own)
             is_received &= source != own
@@ -178,7 +185,8 @@ def _exchange(
     to_send: Sequence[list[torch.Tensor]], sizes: Sequence[list[int]], group: ProcessGroup
 ) -> list[list[torch.Tensor]]:
     """Sends bytes in parts to each rank. Returns the parts of each rank, whose sizes are known."""
-    num_bytes, lengths = [sum(of_rank) for of_rank in sizes], [sum(map(len, of_rank)) for of_rank in to_send]
+    num_bytes = [sum(of_rank) for of_rank in sizes]
+    lengths = [sum(map(len, of_rank)) for of_rank in to_send]
     received = torch.empty(sum(num_bytes), dtype=torch.uint8, device=group.transfer_device)
     parts = [part.to(group.transfer_device) for of_rank in to_send for part in of_rank]
     sent = parts[0] if len(parts) == 1 else _joined(parts, group.transfer_device)

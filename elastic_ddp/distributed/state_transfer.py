@@ -37,8 +37,10 @@ class TransferWindow(Generic[Item]):
     """
 
     def __init__(self, group: ProcessGroup, finish: Callable[[Item], None], *, max_items: int, max_bytes: int) -> None:
-        self._group, self._finish = group, finish
-        self._max_items, self._max_bytes = max_items, max_bytes
+        self._group = group
+        self._finish = finish
+        self._max_items = max_items
+        self._max_bytes = max_bytes
         self._items: deque[tuple[Item, Sequence[dist.Work], int]] = deque()
         self._num_bytes = 0
 
@@ -119,7 +121,8 @@ def transfer_tensors(
     own = group.rank == source
     layout = json.loads(group.broadcast_bytes(json.dumps(layout).encode() if own else None, source))
     received = _allocate(layout) if group.rank in receivers else None
-    if group.rank in (ranks := [source, *receivers]):
+    ranks = [source, *receivers]
+    if group.rank in ranks:
         _forward(_pieces(tensors if received is None else received), ranks, group, tick)
     return received
 

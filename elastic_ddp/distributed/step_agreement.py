@@ -18,7 +18,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from elastic_ddp.distributed.host_number import read
+from elastic_ddp.distributed.process_group import read
 from elastic_ddp.distributed.reduction_tree import Node, fold_to_root
 from elastic_ddp.errors import ConfigError
 
@@ -101,7 +101,8 @@ class ControlExchange:
         slots = vector[len(VOTES) :].reshape(len(self.rows), _SLOT_WORDS)
         rows = [number for number in self.rows.tolist() if number]
         pairs = slots[: len(rows), :2].copy().view("<f8").tolist()
-        losses, weights = [loss for loss, _ in pairs], [weight for _, weight in pairs]
+        losses = [loss for loss, _ in pairs]
+        weights = [weight for _, weight in pairs]
         loss, total_weight = _weighted_mean(losses, weights, rows)
         return Agreement(
             votes=dict(zip(VOTES, vector.tolist(), strict=False)),

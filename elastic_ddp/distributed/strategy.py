@@ -87,7 +87,7 @@ class Strategy(ABC):
 
     Attributes:
         parameters: the model's parameters by name, as the step began.
-        trained: those of them that are trained.
+        trained: the trained ones.
         modules: all modules of the model, as the step began.
     """
 
@@ -171,9 +171,9 @@ class Strategy(ABC):
 
     def _check_trained(self) -> None:
         trained = self._find_trained()
-        if changed := sorted(
-            name for name in trained.keys() | self.trained.keys() if trained.get(name) is not self.trained.get(name)
-        ):
+        names = sorted(trained.keys() | self.trained.keys())
+        changed = [name for name in names if trained.get(name) is not self.trained.get(name)]
+        if changed:
             raise ConfigError(
                 f"parameters {shorten(changed, 5)} were added, replaced, frozen or unfrozen inside run.steps(). A run "
                 "trains the same parameters in every step. To freeze some for a while, train the others in "
@@ -189,8 +189,12 @@ class Strategy(ABC):
         tensors = [tensor for _, tensor in self._accumulators()]
         gradients = [_NONE if gradient is None else gradient for gradient in gradients_of(tensors)]
         local = self._local(gradients)
-        counts, places = torch_internals.versions(local), torch_internals.addresses(local)
-        return Marks(list(map(id, tensors)), list(map(id, gradients)), counts, places)
+        return Marks(
+            list(map(id, tensors)),
+            list(map(id, gradients)),
+            torch_internals.versions(local),
+            torch_internals.addresses(local),
+        )
 
     def _local(self, gradients: list[torch.Tensor]) -> list[torch.Tensor]:
         """Returns the parts of gradients that count their changes."""

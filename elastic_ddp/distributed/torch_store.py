@@ -77,7 +77,9 @@ class StoreConnection:
 
     def drop(self) -> None:
         """Drops the connection. The next `connect` makes a new one."""
-        self.sockets, self._address, self._store = frozenset(), None, None
+        self.sockets = frozenset()
+        self._address = None
+        self._store = None
 
 
 class StoreMailbox:
@@ -90,7 +92,10 @@ class StoreMailbox:
     def __init__(
         self, connection: StoreConnection, address: tuple[str, int], find: Callable[[], tuple[str, int]], name: str
     ) -> None:
-        self._connection, self._address, self._find, self._name = connection, address, find, name
+        self._connection = connection
+        self._address = address
+        self._find = find
+        self._name = name
 
     def put(self, key: str, text: str) -> None:
         self._run(lambda store: store.set(f"{self._name}/{key}", text))

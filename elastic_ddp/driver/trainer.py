@@ -58,11 +58,10 @@ from elastic_ddp.telemetry.description import describe_status
 from elastic_ddp.worker.job import COMMITS, Job, has_commits
 
 if TYPE_CHECKING:
-    from elastic_ddp.data.collate import CollateFn
     from elastic_ddp.data.files import Source
     from elastic_ddp.data.map_style import InMemory
-    from elastic_ddp.data.transform import Transform
     from elastic_ddp.data.weights import Weights
+    from elastic_ddp.data.work import CollateFn, Transform
     from elastic_ddp.driver.session import Session
     from elastic_ddp.worker.run import Run
 

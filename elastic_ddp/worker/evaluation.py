@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from elastic_ddp.data.feed import MicroBatchFeed
+from elastic_ddp.data.feed import InlineFeed, MicroBatchFeed
 from elastic_ddp.data.files import Source, entries_of
 from elastic_ddp.data.index import DatasetIndex, open_index
-from elastic_ddp.data.inline_feed import InlineFeed
 from elastic_ddp.data.map_style import MapStyleIndex, check_data, has_columns, index_in_memory, is_parquet
 from elastic_ddp.data.order import EpochShape, FeedPlan
 from elastic_ddp.data.user_code import environment
@@ -24,9 +23,8 @@ from elastic_ddp.worker.evaluated_values import CollectedMeans, CollectedRows
 from elastic_ddp.worker.job import has_commits
 
 if TYPE_CHECKING:
-    from elastic_ddp.data.collate import CollateFn
     from elastic_ddp.data.map_style import InMemory
-    from elastic_ddp.data.transform import Transform
+    from elastic_ddp.data.work import CollateFn, Transform
     from elastic_ddp.worker.generation import Generation
     from elastic_ddp.worker.job import Job
 

@@ -9,16 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from elastic_ddp.data.feed import MicroBatchFeed
+from elastic_ddp.data.feed import InlineFeed, MicroBatchFeed
 from elastic_ddp.data.feed_cache import FeedCache
-from elastic_ddp.data.inline_feed import InlineFeed
 from elastic_ddp.data.order import FeedPlan
 from elastic_ddp.distributed import cublas
 from elastic_ddp.distributed.assignment import Assignment
 from elastic_ddp.distributed.buffer_sync import StepBuffers
-from elastic_ddp.distributed.host_number import to_host
 from elastic_ddp.distributed.parameter_guard import ParameterGuard
-from elastic_ddp.distributed.process_group import ProcessGroup
+from elastic_ddp.distributed.process_group import ProcessGroup, to_host
 from elastic_ddp.distributed.reduction_tree import processing_order
 from elastic_ddp.distributed.state_transfer import check_same_model
 from elastic_ddp.distributed.strategy import Strategy

@@ -20,8 +20,7 @@ from elastic_ddp.storage.storage import Storage
 
 if TYPE_CHECKING:
     from elastic_ddp.checkpoint import Commit
-    from elastic_ddp.data.collate import CollateFn
-    from elastic_ddp.data.transform import Transform
+    from elastic_ddp.data.work import CollateFn, Transform
 
 
 COMMITS = "checkpoints"

@@ -23,10 +23,9 @@ from elastic_ddp.worker.weight_files import KeyMapping, check_mapping
 
 if TYPE_CHECKING:
     from elastic_ddp.config.run_config import RunConfig
-    from elastic_ddp.data.collate import CollateFn
     from elastic_ddp.data.files import Source
     from elastic_ddp.data.map_style import InMemory
-    from elastic_ddp.data.transform import Transform
+    from elastic_ddp.data.work import CollateFn, Transform
     from elastic_ddp.distributed.process_group import ProcessGroup
     from elastic_ddp.tensors.state_tree import Layout
     from elastic_ddp.worker.evaluation import LossFunction

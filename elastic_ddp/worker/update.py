@@ -15,8 +15,8 @@ import numpy as np
 import torch
 
 from elastic_ddp.data.micro_batches import MicroBatch
-from elastic_ddp.distributed.host_number import to_host
 from elastic_ddp.distributed.parameter_guard import allow_zero_grad, refuse_zero_grad
+from elastic_ddp.distributed.process_group import to_host
 from elastic_ddp.distributed.row_gather import RowGather
 from elastic_ddp.distributed.step_agreement import Agreement, ControlExchange, MicroBatchRecord
 from elastic_ddp.errors import ConfigError, PeerFailedError

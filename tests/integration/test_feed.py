@@ -26,7 +26,7 @@ from elastic_ddp.data.ingest import materialize
 from elastic_ddp.data.map_style import index_in_memory
 from elastic_ddp.data.micro_batches import MicroBatch
 from elastic_ddp.data.order import EpochShape, FeedPlan
-from elastic_ddp.data.transform import Transform
+from elastic_ddp.data.work import Transform
 from elastic_ddp.errors import DataError
 from elastic_ddp.storage.storage import Storage
 

@@ -11,16 +11,14 @@ import torch
 from torch.utils.data import Dataset
 
 from elastic_ddp.config.run_config import DataConfig
-from elastic_ddp.data.collate import CollateFn
 from elastic_ddp.data.index import DatasetIndex
 from elastic_ddp.data.map_style import index_in_memory
 from elastic_ddp.data.micro_batches import MicroBatch, Placer
 from elastic_ddp.data.order import EpochShape, FeedPlan
 from elastic_ddp.data.packing import dump, pack_blocks, unpack_block
 from elastic_ddp.data.split import take_collated
-from elastic_ddp.data.transform import Transform
 from elastic_ddp.data.user_code import Shipped
-from elastic_ddp.data.work import Work
+from elastic_ddp.data.work import CollateFn, Transform, Work
 
 NUM_MICRO_BATCHES, MICRO_BATCH_SIZE = 4, 3
 

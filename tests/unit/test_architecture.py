@@ -119,7 +119,7 @@ def test_imports_make_no_circle() -> None:
     "name",
     [
         "cli.main",
-        "data.transform",
+        "data.work",
         "data.pipeline",
         "notices.watch",
         "ray_internals.drain",

@@ -21,8 +21,7 @@ from elastic_ddp.data.columns import Arrays, check_columns, check_tensors, to_nu
 from elastic_ddp.data.index import DatasetIndex, build_index
 from elastic_ddp.data.order import EpochShape, FeedPlan, transform_generator
 from elastic_ddp.data.packing import Content, load, pack_blocks, pack_rows, unpack_block, unpack_rows
-from elastic_ddp.data.transform import Transform
-from elastic_ddp.data.work import Work
+from elastic_ddp.data.work import Transform, Work
 from elastic_ddp.errors import DataError
 
 

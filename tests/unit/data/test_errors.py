@@ -8,9 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from elastic_ddp.data.collate import collate_rows
 from elastic_ddp.data.map_style import index_in_memory
-from elastic_ddp.data.transform import apply_transform
+from elastic_ddp.data.work import apply_transform, collate_rows
 from elastic_ddp.distributed.process_group import is_missing_group, is_peer_failure
 from elastic_ddp.errors import DataError, format_exception
 

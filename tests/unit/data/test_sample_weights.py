@@ -52,7 +52,7 @@ def rows_of_epoch(plan: FeedPlan) -> np.ndarray:
     windows = {(chunk.lane.number, chunk.window): chunk.lane for chunk in plan.chunks()}
     return np.concatenate(
         [
-            first[group] + plan.rows_of_segment(lane.epoch, group, start, stop)
+            first[group] + lane.rows_of_segment(group, start, stop)
             for (_, window), lane in windows.items()
             for group, start, stop in lane.segments(window)
         ]

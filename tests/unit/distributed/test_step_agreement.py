@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from elastic_ddp.distributed.host_number import to_host
-from elastic_ddp.distributed.process_group import ProcessGroup
+from elastic_ddp.distributed.process_group import ProcessGroup, to_host
 from elastic_ddp.distributed.reduction_tree import micro_batch_ranges
 from elastic_ddp.distributed.step_agreement import (
     EMPTY_SAMPLES_DIGEST,
