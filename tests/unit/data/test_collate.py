@@ -20,10 +20,10 @@ from elastic_ddp.data.micro_batches import map_tensors
 from elastic_ddp.data.order import scatter
 from elastic_ddp.data.packing import dump, load
 from elastic_ddp.errors import DataError
-from tests.unit.in_memory import MICRO_BATCH_SIZE, NUM_MICRO_BATCHES, Noisy, pad, read, values_of
+from tests.unit.in_memory import MICRO_BATCH_SIZE, NUM_MICRO_BATCHES, Noisy, pad, plain, read, values_of
 
 
-@given(st.integers(1, 3000), st.integers(0, 2**63 - 1), st.integers(0, 5))
+@given(st.integers(1, 300), st.integers(0, 2**63 - 1), st.integers(0, 5))
 def test_the_rows_of_an_epoch_are_a_permutation(length: int, seed: int, epoch: int) -> None:
     key = (seed, 3, epoch, 0, 0)
     order = scatter(np.arange(length), length, key)
@@ -32,10 +32,10 @@ def test_the_rows_of_an_epoch_are_a_permutation(length: int, seed: int, epoch: i
 
 
 def test_every_permutation_is_about_equally_likely() -> None:
-    orders = [tuple(scatter(np.arange(4), 4, (0, 3, epoch, 0, 0)).tolist()) for epoch in range(4800)]
+    orders = [tuple(scatter(np.arange(4), 4, (0, 3, epoch, 0, 0)).tolist()) for epoch in range(1200)]
     counts = np.unique(orders, axis=0, return_counts=True)[1]
     assert len(counts) == 24
-    assert ((counts - 200) ** 2 / 200).sum() < 49.7  # chi-squared, 23 degrees of freedom, p = 0.001
+    assert ((counts - 50) ** 2 / 50).sum() < 49.7  # chi-squared, 23 degrees of freedom, p = 0.001
 
 
 def test_a_sorted_data_set_in_memory_is_fully_shuffled() -> None:
@@ -61,18 +61,14 @@ def test_micro_batches_in_memory_do_not_depend_on_workers_or_processes(collate_f
     assert late == {key: values for key, values in expected.items() if 3 <= key[0] < 6}
 
 
-def test_rows_and_collate_function_draw_other_numbers_in_each_micro_batch() -> None:
-    batches = read(Noisy(), collate_fn=pad)
-    noise = [tuple(batch.rows["noise"].flatten().tolist()) for batch in batches.values() if batch.num_rows]
+def test_each_row_is_collated_with_its_own_values_and_other_random_numbers_in_each_micro_batch() -> None:
+    batches = [batch for batch in read(Noisy(), collate_fn=pad).values() if batch.num_rows]
+    for batch in batches:
+        assert batch.rows["id"].tolist() == batch.row_ids.tolist()
+        assert batch.rows["names"] == [f"row {row}" for row in batch.row_ids]
+        assert batch.rows["tokens"].shape == (batch.num_rows, max(row % 5 + 1 for row in batch.row_ids))
+    noise = [tuple(batch.rows["noise"].flatten().tolist()) for batch in batches]
     assert len(set(noise)) == len(noise)
-
-
-def test_each_row_is_collated_with_its_own_values() -> None:
-    for batch in read(Noisy(), collate_fn=pad).values():
-        if batch.num_rows:
-            assert batch.rows["id"].tolist() == batch.row_ids.tolist()
-            assert batch.rows["names"] == [f"row {row}" for row in batch.row_ids]
-            assert batch.rows["tokens"].shape == (batch.num_rows, max(row % 5 + 1 for row in batch.row_ids))
 
 
 def test_an_empty_micro_batch_is_a_collated_batch_of_full_size() -> None:
@@ -108,10 +104,7 @@ class Pair(NamedTuple):
 def test_rows_are_collated_as_by_a_data_loader(rows: Any) -> None:
     for batch in read(rows, last_step=2).values():
         expected = default_collate([rows[row] for row in batch.row_ids])
-        assert type(batch.rows) is type(expected)
-        assert (
-            values_of({(0, 0): batch})[0, 0][1] == values_of({(0, 0): type(batch)(0, expected, batch.row_ids)})[0, 0][1]
-        )
+        assert type(batch.rows) is type(expected) and plain(batch.rows) == plain(expected)
 
 
 COLUMNS = {"id": np.arange(41), "x": np.arange(82, dtype=np.float32).reshape(41, 2)}
@@ -184,6 +177,17 @@ class FailingAtOnce(Failing):
         return [self[row] for row in rows]
 
 
+class Dropping(TensorDataset):
+    def __getitems__(self, rows: list[int]) -> list[Any]:
+        return [self[row] for row in rows if row != 5]
+
+
+def fail_at_4(rows: Any, rng: np.random.Generator) -> Any:
+    if 4 in rows["x"]:
+        raise KeyError("label")
+    return rows
+
+
 def test_errors_name_the_rows_the_micro_batch_and_the_exception() -> None:
     text = message(Failing(), shuffle=False)
     assert "data[5] raised KeyError('label') in micro-batch 0 of step 1, rows 3, 4, 5:" in text
@@ -207,17 +211,11 @@ def test_errors_name_the_rows_the_micro_batch_and_the_exception() -> None:
     assert "one has the keys ['a', 'b']" in text and "['a']" in text
     text = message([{"a": 1}, {"a": 1, "b": 2}] * 12, shuffle=False)
     assert "['a', 'b']" in text
-
-
-def test_the_error_of_a_transform_of_data_in_memory_names_the_step_and_the_rows() -> None:
-    def fail(rows: Any, rng: np.random.Generator) -> Any:
-        if 4 in rows["x"]:
-            raise KeyError("label")
-        return rows
-
-    text = message({"x": np.arange(24)}, transform=fail, shuffle=False)
+    text = message({"x": np.arange(24)}, transform=fail_at_4, shuffle=False)
     assert "the transform raised KeyError('label')" in text
     assert text.endswith("\nMicro-batch 0 of step 1 has rows 3, 4, 5 of the data set.")
+    text = message(Dropping(torch.arange(24)), shuffle=False)
+    assert "__getitems__ returned 2 rows for 3 row numbers in micro-batch 0 of step 1" in text
 
 
 def test_pickled_objects_keep_values_dtypes_and_shapes(tmp_path: Path) -> None:
@@ -234,6 +232,10 @@ def test_pickled_objects_keep_values_dtypes_and_shapes(tmp_path: Path) -> None:
     }
     copies = load(dump(values))
     assert repr(copies) == repr(values)
+    nested = torch.nested.nested_tensor([torch.ones(2), torch.zeros(3)])
+    assert [part.tolist() for part in load(dump(nested)).unbind()] == [[1, 1], [0, 0, 0]]
+    quantized = torch.quantize_per_tensor(torch.tensor([1.0, 2.0]), 0.1, 5, torch.quint8)
+    assert load(dump(quantized)).dequantize().tolist() == quantized.dequantize().tolist()
     assert isinstance(copies["mapped"], np.memmap)
     assert sum(map(len, dump(values["mapped"]))) < 300  # the file is opened again
 
@@ -257,16 +259,6 @@ def test_tensors_of_every_container_are_moved() -> None:
     assert map_tensors(lambda tensor: tensor + 1, packed) is packed
 
 
-class Dropping(TensorDataset):
-    def __getitems__(self, rows: list[int]) -> list[Any]:
-        return [self[row] for row in rows if row != 5]
-
-
-def test_rows_that_getitems_leaves_out_are_an_error() -> None:
-    with pytest.raises(DataError, match=r"__getitems__ returned 2 rows for 3 row numbers in micro-batch \d of step \d"):
-        read(Dropping(torch.arange(24)), last_step=2)
-
-
 class OnOneNode:
     """Stands for a data set of which a node lacks a file or a module."""
 
@@ -287,10 +279,3 @@ class OnOneNode:
 def test_a_data_set_that_a_node_cannot_load_is_an_error_with_the_fix(error: type[Exception]) -> None:
     with pytest.raises(DataError, match=rf"data cannot be loaded .*{error.__name__}.*what it needs.*node"):
         read(OnOneNode(error))
-
-
-def test_nested_and_quantized_tensors_reach_the_worker() -> None:
-    nested = torch.nested.nested_tensor([torch.ones(2), torch.zeros(3)])
-    assert [part.tolist() for part in load(dump(nested)).unbind()] == [[1, 1], [0, 0, 0]]
-    quantized = torch.quantize_per_tensor(torch.tensor([1.0, 2.0]), 0.1, 5, torch.quint8)
-    assert load(dump(quantized)).dequantize().tolist() == quantized.dequantize().tolist()
