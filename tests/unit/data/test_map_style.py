@@ -32,6 +32,11 @@ from tests.ranks import single_rank_group
 def train(run: Any) -> None: ...
 
 
+@pytest.fixture
+def config(tmp_path: Path) -> dict[str, Any]:
+    return {"name": "a", "storage": str(tmp_path), "steps": 1, "global_batch_size": 1, "micro_batch_size": 1}
+
+
 class Stream(IterableDataset[int]):
     def __iter__(self) -> Iterator[int]:
         return iter(range(3))
@@ -42,29 +47,25 @@ class Stream(IterableDataset[int]):
     [
         (Stream(), "rows = list(dataset)\n    ElasticTrainer(train, data=rows"),
         ((row for row in range(3)), "of type generator"),
-        (None, "of type NoneType"),
-        (7, "of type int"),
         ({1, 2}, "of type set"),
         (DataLoader(TensorDataset(torch.ones(3))), "data=loader.dataset, and collate_fn=loader.collate_fn"),
         ((np.ones(3), np.ones(3)), 'as a dict, such as {"x": x, "y": y}'),
     ],
-    ids=["stream", "generator", "none", "number", "set", "loader", "tuple"],
+    ids=["stream", "generator", "set", "loader", "tuple"],
 )
-def test_data_without_random_access_is_refused_with_the_fix(data: Any, fix: str, tmp_path: Path) -> None:
-    config = {"name": "a", "storage": str(tmp_path), "steps": 1, "global_batch_size": 1, "micro_batch_size": 1}
+def test_data_without_random_access_is_refused_with_the_fix(data: Any, fix: str, config: dict[str, Any]) -> None:
     with pytest.raises(ConfigError) as caught:
         ed.ElasticTrainer(train, data, config)
     assert fix in str(caught.value)
 
 
-def test_arguments_that_do_not_apply_to_rows_are_refused(tmp_path: Path) -> None:
+def test_arguments_that_do_not_apply_to_rows_are_refused(config: dict[str, Any]) -> None:
     rows = [{"x": 1}]
     with pytest.raises(ConfigError, match=r"transform maps columns .* type list, .* in collate_fn"):
         check_data(rows, transform=train)
     with pytest.raises(ConfigError, match=r"data\.columns=\['x'\] selects columns, but data is of type list"):
         check_data(rows, columns=["x"])
     check_data({"x": np.ones(3)}, transform=train, columns=["x"])
-    config = {"name": "a", "storage": str(tmp_path), "steps": 1, "global_batch_size": 1, "micro_batch_size": 1}
     for collate_fn, problem in [
         (7, "collate_fn=7 cannot be called with one argument"),
         (lambda: 0, "with one argument"),
@@ -122,8 +123,9 @@ UNFIT_COLUMNS: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize(("data", "problem"), UNFIT_COLUMNS.values(), ids=UNFIT_COLUMNS)
-def test_columns_that_no_tensor_holds_are_found_before_ray_starts(data: Any, problem: str, tmp_path: Path) -> None:
-    config = {"name": "a", "storage": str(tmp_path), "steps": 1, "global_batch_size": 1, "micro_batch_size": 1}
+def test_columns_that_no_tensor_holds_are_found_before_ray_starts(
+    data: Any, problem: str, config: dict[str, Any]
+) -> None:
     with pytest.raises(DataError, match=problem):
         ed.ElasticTrainer(train, data, config).fit()
     if "nulls" not in problem:
@@ -137,21 +139,17 @@ class Stored:
         self.parts = parts
 
 
-def test_an_evaluation_of_data_in_memory_reads_the_selected_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_evaluation_reads_the_selected_columns_in_memory_and_refuses_texts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(map_style, "ship", Stored)
     generation: Any = SimpleNamespace(group=single_rank_group(), activity=Activity())
-    job: Any = SimpleNamespace(config=SimpleNamespace(data=SimpleNamespace(columns=["x"])), debugged=None)
-    data = {"x": np.ones(3), "text": ["a", "b", "c"]}
-    index = evaluation._share_index(generation, job, data, False)
+    config = SimpleNamespace(data=SimpleNamespace(columns=["x"]))
+    job: Any = SimpleNamespace(config=config, storage=Storage(tmp_path), debugged=None)
+    index = evaluation._share_index(generation, job, {"x": np.ones(3), "text": ["a", "b", "c"]}, False)
     assert isinstance(index, MapStyleIndex) and index.name == "columns 'x'"
-    rows = evaluation._share_index(generation, job, [{"x": 1}], False)
-    assert rows.num_rows == 1
-
-
-def test_an_evaluation_of_texts_is_an_error_that_shows_how_to_pass_them(tmp_path: Path) -> None:
-    generation: Any = SimpleNamespace(group=single_rank_group(), activity=Activity())
-    config = SimpleNamespace(data=SimpleNamespace(columns=None))
-    job: Any = SimpleNamespace(config=config, storage=Storage(tmp_path))
+    assert evaluation._share_index(generation, job, [{"x": 1}], False).num_rows == 1
+    config.data.columns = None
     for texts in (["a good film", "a bad film"], ("a good film",)):
         with pytest.raises(DataError, match=r'^data is a list of strings, .* data=\{"text": texts\}, .*a good film'):
             evaluation._share_index(generation, job, texts, True)
@@ -219,12 +217,13 @@ def test_probing_rows_leaves_the_global_generators_alone() -> None:
     assert (random.getstate(), np.random.get_state()[2], torch.get_rng_state().tolist()) == expected
 
 
-def test_a_run_with_commits_refuses_another_data_set_in_memory(tmp_path: Path) -> None:
-    config = RunConfig(name="a", storage=str(tmp_path), steps=1, global_batch_size=1, micro_batch_size=1)
+def test_a_run_with_commits_refuses_another_data_set_in_memory(tmp_path: Path, config: dict[str, Any]) -> None:
 
     def job(rows: np.ndarray) -> Job:
         index = index_in_memory({"x": rows})
-        return Job(config=config, train=train, index=index, transform=None, storage=Storage(tmp_path / "a"))
+        return Job(
+            config=RunConfig(**config), train=train, index=index, transform=None, storage=Storage(tmp_path / "a")
+        )
 
     check_identity(job(ROWS), may_replace=False)
     check_identity(job(ROWS.copy()), may_replace=False)
@@ -267,8 +266,7 @@ class OwnGenerator(Augmented):
 
 
 @pytest.mark.parametrize(("data", "varies"), [(OwnGenerator(), True), (Augmented(ROWS, random.random), False)])
-def test_a_data_set_that_keeps_a_generator_gets_a_warning(data: Any, varies: bool) -> None:
-    config = RunConfig(name="a", storage="/a", steps=1, global_batch_size=1, micro_batch_size=1)
+def test_a_data_set_that_keeps_a_generator_gets_a_warning(data: Any, varies: bool, config: dict[str, Any]) -> None:
     notes: list[str] = []
-    warn_about_data(index_in_memory(data), config, notes.append)
+    warn_about_data(index_in_memory(data), RunConfig(**config), notes.append)
     assert [note.startswith("data[0] differs between two reads with equal seeds") for note in notes] == [True] * varies

@@ -60,12 +60,12 @@ def rows_of_epoch(plan: FeedPlan) -> np.ndarray:
 
 
 def test_rows_are_drawn_in_proportion_to_their_weights() -> None:
-    """The counts of 400 epochs agree with a multinomial distribution, whose variance is an upper bound here."""
+    """The counts of 200 epochs agree with a multinomial distribution, whose variance is an upper bound here."""
     group_rows = [7, 0, 11, 3, 25, 1]
     weights = np.random.default_rng(0).exponential(size=47) ** 2
     weights[:7] = 0
     weights[20] = 0
-    epochs, counts = 400, np.zeros(47)
+    epochs, counts = 200, np.zeros(47)
     plan = plan_of(group_rows, weights)
     steps = plan.shape.steps_per_epoch
     for epoch in range(epochs):
@@ -88,7 +88,7 @@ def test_one_heavy_row_group_is_read_in_parts_of_its_size() -> None:
     assert (np.bincount(rows, minlength=1000)[500:510] > 60).all()
 
 
-@pytest.mark.parametrize("start", [0, 1, 3, 4, 7, 1001])
+@pytest.mark.parametrize("start", [0, 3, 4, 1001])
 def test_random_numbers_can_be_entered_anywhere(start: int) -> None:
     key = (3, 5, 1, 2, 0)
     assert uniform(key, start, start + 9).tolist() == uniform(key, 0, start + 9)[start:].tolist()
@@ -133,14 +133,14 @@ def test_draws_of_a_data_set_in_memory_are_independent_and_the_same_at_every_ent
     plan = plan_of([60], weights)
     steps = plan.shape.steps_per_epoch
     counts = np.zeros(60)
-    for step in range(200 * steps):
+    for step in range(100 * steps):
         for micro_batch in range(LANES):
             rows = plan.rows_in_memory(step, micro_batch)
             start, stop = plan.shape.span(step, micro_batch)
             counts += np.bincount(rows, minlength=60) * (stop > start)
             assert plan.rows_in_memory(step, micro_batch).tolist() == rows.tolist()
-    expected = 200 * 60 * weights / weights.sum()
-    assert counts.sum() == 200 * 60
+    expected = 100 * 60 * weights / weights.sum()
+    assert counts.sum() == 100 * 60
     assert (np.abs(counts - expected) <= 4.5 * np.sqrt(expected)).all()
 
 
@@ -175,13 +175,8 @@ def test_a_run_cannot_resume_with_other_weights(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, weighted_table: pa.Table
 ) -> None:
     monkeypatch.setattr("elastic_ddp.driver.trainer.has_commits", lambda storage: True)
-    config = {
-        "name": "run",
-        "storage": str(tmp_path / "runs"),
-        "steps": 2,
-        "global_batch_size": 2,
-        "micro_batch_size": 2,
-    }
+    settings = {"name": "run", "storage": str(tmp_path / "runs"), "steps": 2}
+    config = {**settings, "global_batch_size": 2, "micro_batch_size": 2}
 
     def fit(weights: Any) -> None:
         trainer = ElasticTrainer(takes_a_run, weighted_table.select(["x", "w"]), config, sample_weights=weights)
