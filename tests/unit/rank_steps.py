@@ -52,13 +52,16 @@ def run_steps(
 ) -> dict[str, Any]:
     """Trains with AdamW. Returns the hashes of the run, and what `body` returned in each step.
 
-    Appends the events about the phases of steps to `measured`.
+    A module may have `is_unit`, the `rules` of its buffers, and `trained()`, the parameters of the optimizer. Appends
+    the events about the phases of steps to `measured`.
     """
     is_ddp = config.strategy == "ddp"
     bf16, fp16 = (is_ddp and config.precision == precision for precision in ("bf16", "fp16"))
-    prepared = PreparedModel(module, device=CPU, bf16=bf16, fp16=fp16)
+    is_unit: Any = getattr(module, "is_unit", lambda submodule: False)
+    prepared = PreparedModel(module, device=CPU, bf16=bf16, fp16=fp16, is_unit=is_unit)
     state = TrainState(model=prepared, loss_scale=LossScale() if config.precision == "fp16" else None)
-    optimizer = torch.optim.AdamW(module.parameters(), lr=0.05)
+    trained: Any = getattr(module, "trained", module.parameters)
+    optimizer = torch.optim.AdamW(trained(), lr=0.05)
     state.add_optimizer(optimizer)
     state.add_scheduler(torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5))
     clock = WorkerClock()
@@ -71,7 +74,7 @@ def run_steps(
         group=group,
         state=state,
         strategy=strategy,
-        buffers=StepBuffers(state.module),
+        buffers=StepBuffers(state.module, getattr(module, "rules", None)),
         feed=feed,
         feeds=FeedCache(lambda micro_batches, step, before_reading: feed),
         seed=config.seed,
