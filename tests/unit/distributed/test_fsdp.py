@@ -14,21 +14,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from elastic_ddp import torch_internals
 from elastic_ddp.config.run_config import RunConfig
-from elastic_ddp.data.feed_cache import FeedCache
-from elastic_ddp.data.order import EpochShape
 from elastic_ddp.distributed.buffer_sync import StepBuffers
 from elastic_ddp.distributed.prepared_model import PreparedModel, unit_predicate
 from elastic_ddp.distributed.process_group import ProcessGroup
 from elastic_ddp.distributed.strategy import Strategy
 from elastic_ddp.errors import ConfigError
 from elastic_ddp.tensors.state_tree import gather_full
-from elastic_ddp.worker.generation import Generation, strategy_of
+from elastic_ddp.worker.generation import strategy_of
 from elastic_ddp.worker.step import Step
-from elastic_ddp.worker.step_plan import StepPlan
 from elastic_ddp.worker.train_state import TrainState
 from tests.ranks import run_ranks
 from tests.unit import rank_steps
-from tests.unit.single_worker import fake_feed
 
 M, SIZE = 4, 3
 CPU = torch.device("cpu")
@@ -161,57 +157,60 @@ def as_numpy(tensors: dict[str, torch.Tensor]) -> dict[str, np.ndarray]:
     return {name: tensor.numpy() for name, tensor in tensors.items()}
 
 
-def _train(group: ProcessGroup, strategy: str, optimizer: str, rows: list[int]) -> Any:
-    config, state = prepared(strategy, optimizer)
-    norms = trained(group, config, state, np.array(rows), range(3))
-    sharded = sum(isinstance(parameter, DTensor) for parameter in state.module.parameters())
-    return norms, as_numpy(full_state(state)), sharded, state.weights_sha256()
+FULL, SHORT = [3, 3, 3, 3], [3, 2, 0, 0]
+"""The rows of each micro-batch of a step. With three ranks, the last has none in the short one."""
 
 
-def _train_all(group: ProcessGroup, strategy: str, rows: list[int]) -> dict[str, Any]:
-    return {optimizer: _train(group, strategy, optimizer, rows) for optimizer in OPTIMIZERS}
+def _train_each(group: ProcessGroup, strategy: str) -> dict[Any, Any]:
+    """Returns for each optimizer and kind of step: gradient norms, state, number of shards, and hash."""
+    results = {}
+    for name in OPTIMIZERS:
+        for rows in (FULL, SHORT):
+            config, state = prepared(strategy, name)
+            norms = trained(group, config, state, np.array(rows), range(3))
+            sharded = sum(isinstance(parameter, DTensor) for parameter in state.module.parameters())
+            results[name, len(set(rows))] = norms, as_numpy(full_state(state)), sharded, state.weights_sha256()
+    return results
 
 
-@pytest.mark.parametrize(
-    ("world_size", "rows"),
-    [(1, [3, 3, 3, 3]), (2, [3, 3, 3, 3]), (3, [3, 3, 3, 3]), (3, [3, 2, 0, 0])],
-    ids=["1", "2", "3", "3-in-a-short-step"],
-)
-def test_sharded_training_equals_replicated_training(world_size: int, rows: list[int]) -> None:
-    """All optimizers in one test, because starting processes takes longest."""
-    [replicated] = run_ranks(1, _train_all, "ddp", rows)
-    by_rank = run_ranks(world_size, _train_all, "fsdp", rows)
-    for optimizer, (norms, expected, _, _) in replicated.items():
-        for found_norms, found, sharded, digest in [result[optimizer] for result in by_rank]:
-            assert sharded > 0 and found_norms == pytest.approx(norms, rel=1e-5), optimizer
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_sharded_training_equals_replicated_training(world_size: int) -> None:
+    [replicated] = run_ranks(1, _train_each, "ddp")
+    by_rank = run_ranks(world_size, _train_each, "fsdp")
+    for case, (norms, expected, _, _) in replicated.items():
+        for found_norms, found, sharded, digest in [result[case] for result in by_rank]:
+            assert sharded > 0 and found_norms == pytest.approx(norms, rel=1e-5), case
             assert found.keys() == expected.keys()
             for name in expected:
-                title = f"{name} with {optimizer}"
+                title = f"{name} with {case}"
                 np.testing.assert_allclose(found[name], expected[name], rtol=2e-4, atol=2e-6, err_msg=title)
-            assert digest == by_rank[0][optimizer][3]
+            assert digest == by_rank[0][case][3]
+
+
+def sharded(
+    group: ProcessGroup, optimizer: str = "AdamW", model: torch.nn.Module | None = None, **settings: Any
+) -> tuple[Strategy, TrainState]:
+    """Returns a strategy that has sharded a model, and the state."""
+    config, state = prepared("fsdp", optimizer, model, **settings)
+    assert state.model is not None
+    strategy = strategy_of(config)(state.model, config, group)
+    strategy.shard(state.optimizers)
+    return strategy, state
 
 
 def _leaves_early(group: ProcessGroup) -> str:
     """The last rank has one micro-batch and one dummy. Each rank leaves its loop after the first micro-batch."""
-    config, state = prepared("fsdp")
-    assert state.model is not None
-    strategy = strategy_of(config)(state.model, config, group)
-    strategy.shard(state.optimizers)
-    rows = np.array([3, 3, 3, 0])
-    feed = fake_feed(EpochShape(9, M, SIZE), strategy.micro_batches)
-    feeds = FeedCache(lambda owned, step, after: feed)
-    buffers = StepBuffers(state.module)
-    generation = Generation(group, state, strategy, buffers, feed, feeds, 0, None)
-    step = Step(StepPlan(generation, rows), 0)
-    try:
-        with step:
-            for batch in step.micro_batches():
-                step.backward(state.module(batch["x"].new_ones(len(batch["x"]), 5)).square().mean())
-                break
-            step.optimize()
-    except ConfigError as error:
-        return str(error)
-    return ""
+
+    def body(step: Step, model: torch.nn.Module) -> None:
+        for batch in step.micro_batches():
+            step.backward(model(batch["x"]).square().mean())
+            break
+        step.optimize()
+
+    config = rank_steps.config_of(strategy="fsdp", global_batch_size=8, max_workers=4)
+    with pytest.raises(ConfigError) as caught:
+        rank_steps.run_steps(group, config, torch.nn.Linear(3, 1), body, num_rows=3)
+    return str(caught.value)
 
 
 def test_a_dummy_forward_does_not_count_as_a_micro_batch_of_the_loop() -> None:
@@ -234,10 +233,7 @@ class Collectives(TorchDispatchMode):
 
 def _communicated(group: ProcessGroup, reduction: str, sharding: str) -> dict[str, int]:
     """Returns the collectives of a step with two micro-batches on each rank, without those of clipping."""
-    config, state = prepared("fsdp", reduction=reduction, fsdp={"sharding": sharding})
-    assert state.model is not None
-    strategy = strategy_of(config)(state.model, config, group)
-    strategy.shard(state.optimizers)
+    strategy, state = sharded(group, reduction=reduction, fsdp={"sharding": sharding})
     strategy.begin_step(np.array([3, 3, 3, 3]))
     with Collectives() as communication:
         for m in strategy.to_compute:
@@ -247,36 +243,16 @@ def _communicated(group: ProcessGroup, reduction: str, sharding: str) -> dict[st
 
 
 @pytest.mark.parametrize(
-    ("reduction", "collective"),
-    [("canonical", "c10d::alltoall_base_"), ("native", "c10d::_reduce_scatter_base_")],
+    ("reduction", "collective", "sharding"),
+    [("canonical", "c10d::alltoall_base_", "full"), ("native", "c10d::_reduce_scatter_base_", "grad_op")],
     ids=["canonical", "native"],
 )
-@pytest.mark.parametrize("sharding", ["full", "grad_op"])
 def test_each_round_exchanges_the_gradients_of_each_unit_once(reduction: str, collective: str, sharding: str) -> None:
     """There are three units, two blocks and the rest of the model, and two rounds."""
     for counts in run_ranks(2, _communicated, reduction, sharding):
         assert counts[collective] == 2 * 3
         # The rest of the model stays gathered from forward to backward.
         assert counts["c10d::_allgather_base_"] == 2 * (3 + 2 if sharding == "full" else 3)
-
-
-def _in_bf16(group: ProcessGroup) -> tuple[set[str], set[str], str]:
-    config, state = prepared("fsdp", precision="bf16")
-    seen: set[str] = set()
-    block = state.module.blocks[0]  # type: ignore[index]
-    block.up.register_forward_hook(lambda module, inputs, output: seen.add(str(output.dtype)))
-    assert state.model is not None
-    strategy = strategy_of(config)(state.model, config, group)
-    strategy.shard(state.optimizers)
-    train_on(strategy, group, state, np.array([3, 3, 3, 3]), range(1))
-    stored = {str(tensor.dtype) for tensor in [*state.module.parameters(), *full_state(state).values()]}
-    return seen, stored, str(state.module(data(0, 0)).dtype)
-
-
-def test_bf16_computes_in_bfloat16_and_stores_in_float32() -> None:
-    for seen, stored, output in run_ranks(2, _in_bf16):
-        assert (seen, output) == ({"torch.bfloat16"}, "torch.float32")
-        assert stored == {"torch.float32", "torch.int64"}
 
 
 STEPS_IN_BF16 = 3
@@ -318,10 +294,15 @@ def _by_hand(dtype: torch.dtype) -> tuple[list[float], dict[str, np.ndarray]]:
     return norms, as_numpy(full_state(state))
 
 
-def _train_in_bf16(group: ProcessGroup) -> tuple[list[float], dict[str, np.ndarray]]:
-    config, state = prepared("fsdp", "SGD", precision="bf16")
-    norms = trained(group, config, state, np.full(M, SIZE), range(STEPS_IN_BF16), NO_CLIPPING)
-    return norms, as_numpy(full_state(state))
+def _train_in_bf16(group: ProcessGroup) -> tuple[list[float], dict[str, np.ndarray], set[Any], torch.dtype]:
+    """Also returns the dtypes of a layer's outputs, and of the model's."""
+    strategy, state = sharded(group, "SGD", precision="bf16")
+    seen: set[torch.dtype] = set()
+    block: Any = state.module.blocks[0]  # type: ignore[index]
+    block.up.register_forward_hook(lambda module, inputs, output: seen.add(output.dtype))
+    norms = train_on(strategy, group, state, np.full(M, SIZE), range(STEPS_IN_BF16), NO_CLIPPING)
+    values = as_numpy(full_state(state))
+    return norms, values, seen, state.module(data(0, 0)).dtype
 
 
 def _distances(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> dict[str, float]:
@@ -329,8 +310,7 @@ def _distances(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> dict
     return {name: float(np.abs(one[name] - other[name]).max()) for name in one}
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_bf16_agrees_with_a_loop_that_casts_explicitly(world_size: int) -> None:
+def test_bf16_agrees_with_a_loop_that_casts_explicitly_and_stores_in_float32() -> None:
     """To 1e-6, which is far less than the difference to a loop in float32.
 
     Torch 2.15 adds the gradients of tied weights in float32 in the first micro-batch of a rank, and in bfloat16 later.
@@ -338,7 +318,9 @@ def test_bf16_agrees_with_a_loop_that_casts_explicitly(world_size: int) -> None:
     tolerance = 1e-6 if torch.__version__ < (2, 15) else 1e-3
     norms, expected = _by_hand(torch.bfloat16)
     norms_in_fp32, in_fp32 = _by_hand(torch.float32)
-    for found_norms, found in run_ranks(world_size, _train_in_bf16):
+    for found_norms, found, seen, output in run_ranks(2, _train_in_bf16):
+        assert (seen, output) == ({torch.bfloat16}, torch.float32)
+        assert {value.dtype for value in found.values()} == {np.dtype(np.float32), np.dtype(np.int64)}
         assert found_norms == pytest.approx(norms, rel=tolerance) != norms_in_fp32
         assert max(_distances(found, expected).values()) < tolerance
         to_fp32 = _distances(found, in_fp32)
@@ -367,10 +349,7 @@ def test_units_are_selected_by_class_name_class_or_predicate() -> None:
 
 
 def _hashes_after_forwards(group: ProcessGroup) -> list[str]:
-    config, state = prepared("fsdp")
-    assert state.model is not None
-    strategy = strategy_of(config)(state.model, config, group)
-    strategy.shard(state.optimizers)
+    strategy, state = sharded(group)
     state.module.eval()  # statistics do not change
     hashes = [state.weights_sha256()]
     for _ in range(2):
@@ -421,10 +400,7 @@ def _is_block(module: torch.nn.Module) -> bool:
 
 def _in_place(group: ProcessGroup) -> list[bool]:
     """Compares shards that are made without a copy to another device, as offload needs it, with those of torch."""
-    config, state = prepared("fsdp")
-    assert state.model is not None
-    strategy = strategy_of(config)(state.model, config, group)
-    strategy.shard(state.optimizers)
+    _, state = sharded(group)
     equal = []
     for parameter in state.module.parameters():
         local = parameter.to_local().to(torch.float64)  # type: ignore[operator]

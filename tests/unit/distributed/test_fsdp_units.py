@@ -9,9 +9,8 @@ from torch.distributed.tensor import DTensor
 from elastic_ddp.distributed.fsdp_units import check_shardable, locate_parameters
 from elastic_ddp.distributed.process_group import ProcessGroup
 from elastic_ddp.errors import ConfigError
-from elastic_ddp.worker.generation import strategy_of
 from tests.ranks import run_ranks
-from tests.unit.distributed.test_fsdp import Block, Model, prepared
+from tests.unit.distributed.test_fsdp import Block, Model, sharded
 
 
 def model_with(**parameters: torch.Tensor) -> Model:
@@ -27,17 +26,9 @@ def tied_across() -> Model:
     return model
 
 
-def shared_across() -> Model:
-    model = Model()
-    model.blocks[1].up = model.blocks[0].up  # type: ignore[union-attr]
-    return model
-
-
-def hooked(name: str, *, removed: bool = False) -> Model:
+def hooked(name: str) -> Model:
     model = model_with(gain=torch.ones(3))
-    handle = getattr(model.blocks[1].gain, name)(lambda tensor: None)
-    if removed:
-        handle.remove()
+    getattr(model.blocks[1].gain, name)(lambda tensor: None)
     return model
 
 
@@ -58,11 +49,10 @@ def hooked(name: str, *, removed: bool = False) -> Model:
             Block,
             r"blocks\.0\.up\.weight and blocks\.1\.up\.weight are one tied parameter.* Block and Block",
         ),
-        (shared_across(), Block, r"blocks\.0\.up\.weight and blocks\.1\.up\.weight are one tied parameter"),
         (Model(), torch.nn.Linear, r"embed\.weight and head\.weight are one tied parameter .*Linear and Linear"),
         (Model(), torch.nn.ModuleList, r"blocks\.0\.scale is in the FSDP unit ModuleList.* fsdp\.shard_classes"),
     ],
-    ids=["hook", "hook after", "0-d", "not contiguous", "two dtypes", "tied", "shared", "tied units", "a container"],
+    ids=["hook", "hook after", "0-d", "not contiguous", "two dtypes", "tied", "tied units", "a container"],
 )
 def test_a_model_that_fsdp_cannot_shard_is_rejected(model: Model, kind: type[torch.nn.Module], message: str) -> None:
     units = {model, *(module for module in model.modules() if isinstance(module, kind))}
@@ -70,14 +60,9 @@ def test_a_model_that_fsdp_cannot_shard_is_rejected(model: Model, kind: type[tor
         check_shardable(locate_parameters(model, units))
 
 
-@pytest.mark.parametrize("name", ["register_hook", "register_post_accumulate_grad_hook"])
-def test_a_removed_hook_does_not_count(name: str) -> None:
-    model = hooked(name, removed=True)
-    check_shardable(locate_parameters(model, {model}))
-
-
-def test_a_unit_may_contain_tied_parameters_and_frozen_ones_of_another_dtype() -> None:
+def test_a_unit_may_contain_tied_parameters_removed_hooks_and_frozen_parameters_of_another_dtype() -> None:
     model = model_with(frozen=torch.ones(3, dtype=torch.bfloat16))
+    model.blocks[1].scale.register_hook(lambda gradient: None).remove()  # type: ignore[union-attr, operator]
     model.blocks[1].frozen.requires_grad_(False)  # type: ignore[union-attr]
     model.blocks.append(model.blocks[0])
     units = {model, *(module for module in model.modules() if isinstance(module, Block))}
@@ -89,11 +74,10 @@ def test_a_unit_may_contain_tied_parameters_and_frozen_ones_of_another_dtype() -
 
 
 def _shard(group: ProcessGroup) -> str:
-    config, state = prepared("fsdp", model=model_with(gain=torch.tensor(1.0)))
-    assert state.model is not None
+    model = model_with(gain=torch.tensor(1.0))
     with pytest.raises(ConfigError) as caught:
-        strategy_of(config)(state.model, config, group).shard(state.optimizers)
-    assert not any(isinstance(parameter, DTensor) for parameter in state.module.parameters())
+        sharded(group, model=model)
+    assert not any(isinstance(parameter, DTensor) for parameter in model.parameters())
     return str(caught.value)
 
 

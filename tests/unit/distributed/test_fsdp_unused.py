@@ -10,9 +10,8 @@ from torch.utils.checkpoint import checkpoint
 
 from elastic_ddp.distributed.process_group import ProcessGroup, is_peer_failure
 from elastic_ddp.errors import ConfigError
-from elastic_ddp.worker.generation import strategy_of
 from tests.ranks import run_ranks
-from tests.unit.distributed.test_fsdp import Block, data, prepared
+from tests.unit.distributed.test_fsdp import Block, data, sharded
 
 
 class Branches(torch.nn.Module):
@@ -56,10 +55,7 @@ class Hidden(torch.nn.Module):
 
 def _error_of(group: ProcessGroup, model: torch.nn.Module, wanted: list[str]) -> str:
     """Returns the error of a step whose micro-batches use these blocks, or an empty text."""
-    config, state = prepared("fsdp", "SGD", model=model)
-    assert state.model is not None
-    strategy = strategy_of(config)(state.model, config, group)
-    strategy.shard(state.optimizers)
+    strategy, state = sharded(group, "SGD", model)
     strategy.begin_step(np.array([3, 3, 3, 3]))
     try:
         for m in strategy.to_compute:
