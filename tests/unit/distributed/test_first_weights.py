@@ -94,37 +94,34 @@ def trained(folder: Path, size: int, make_model: Callable[[], torch.nn.Module], 
         return hashes(run)
 
 
-def test_first_weights_depend_neither_on_the_size_nor_on_the_units_nor_on_the_strategy(tmp_path: Path) -> None:
-    changes: list[tuple[int, dict[str, Any]]] = [
-        (1, {}),
-        (3, {}),
-        (2, {"fsdp": {"shard_classes": []}}),
-        (2, {"strategy": "ddp", "fsdp": {}}),
-    ]
+def test_first_weights_depend_neither_on_the_units_nor_on_the_strategy(tmp_path: Path) -> None:
+    changes: list[dict[str, Any]] = [{}, {"fsdp": {"shard_classes": []}}, {"strategy": "ddp", "fsdp": {}}]
     first, *others = [
-        trained(tmp_path / str(number), size, META, settings=settings)
-        for number, (size, settings) in enumerate(changes)
+        trained(tmp_path / str(number), 2, META, settings=settings) for number, settings in enumerate(changes)
     ]
-    assert [other == first for other in others] == [True, True, True]
+    assert others == [first, first]
 
 
 def test_with_a_function_weights_depend_neither_on_the_size_nor_on_deaths(tmp_path: Path) -> None:
-    options: dict[str, Any] = {"param_init_fn": by_name}
-    outcomes = [
-        trained(tmp_path / "meta", 3, ODD_META, **options),
-        trained(tmp_path / "one", 1, ODD_META, **options),
-        trained(tmp_path / "death", 3, ODD_META, faults=(Fault(1, "exchange", 2),), **options),
-        trained(
-            tmp_path / "commit",
-            3,
-            ODD_META,
-            faults=(Fault(1, "exchange", 3),),
-            settings={"checkpoint": {"every_steps": 2}, "fsdp": {"shard_classes": ["Block"], "mirror": False}},
-            **options,
-        ),
-        trained(tmp_path / "ddp", 2, ODD_META, settings={"strategy": "ddp", "fsdp": {}}, **options),
+    without_mirror = {"checkpoint": {"every_steps": 2}, "fsdp": {"shard_classes": ["Block"], "mirror": False}}
+    changes: list[tuple[int, dict[str, Any]]] = [
+        (1, {}),
+        (3, {"faults": (Fault(1, "exchange", 2),)}),
+        (3, {"faults": (Fault(1, "exchange", 3),), "settings": without_mirror}),
     ]
-    assert outcomes[1:] == outcomes[:1] * 4
+    first, *others = [
+        trained(tmp_path / str(number), size, ODD_META, param_init_fn=by_name, **each)
+        for number, (size, each) in enumerate(changes)
+    ]
+    assert others == [first, first]
+
+
+def error_of(folder: Path, settings: dict[str, Any], make_model: Callable[[], torch.nn.Module], **changes: Any) -> str:
+    """Returns the error of a run of two workers."""
+    with workers(Plan(folder, settings, make_model=make_model, **changes)) as run:
+        run.start(2)
+        error: str = run.finish(LIMIT_S, status="failed")["error"]
+        return error
 
 
 def by_parameters(module: torch.nn.Module) -> None:
@@ -133,9 +130,7 @@ def by_parameters(module: torch.nn.Module) -> None:
 
 
 def test_an_initialization_that_reaches_into_sharded_units_is_refused(tmp_path: Path) -> None:
-    with workers(Plan(tmp_path, {}, make_model=META, param_init_fn=by_parameters)) as run:
-        run.start(2)
-        error = run.finish(LIMIT_S, status="failed")["error"]
+    error = error_of(tmp_path, {}, META, param_init_fn=by_parameters)
     assert "changed blocks.0.inner.weight" in error and "parameters(recurse=False)" in error, error
 
 
@@ -191,9 +186,8 @@ def _peak(group: ProcessGroup) -> tuple[int, int, int]:
     return live.peaks["building"] - live.peaks["before"], shard, 64 * 64 * 4
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_while_it_is_built_a_rank_has_one_unit_more_than_its_shard(world_size: int) -> None:
-    for peak, shard, block in run_ranks(world_size, _peak):
+def test_while_it_is_built_a_rank_has_one_unit_more_than_its_shard() -> None:
+    for peak, shard, block in run_ranks(2, _peak):
         assert shard < peak <= shard + block * 1.02
 
 
@@ -226,53 +220,38 @@ def _load(group: ProcessGroup, file: str) -> tuple[list[int], bool]:
     return num_rows[:11], is_equal
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_each_row_of_a_file_is_read_by_one_rank(world_size: int, tmp_path: Path) -> None:
+def test_each_row_of_a_file_is_read_by_one_rank(tmp_path: Path) -> None:
     save_file(Wide().state_dict(), tmp_path / "wide.safetensors")
-    results = run_ranks(world_size, _load, str(tmp_path / "wide.safetensors"))
+    results = run_ranks(3, _load, str(tmp_path / "wide.safetensors"))
     assert sorted(sum(rows) for rows in zip(*(rows for rows, _ in results), strict=True)) == [8, *[64] * 10]
     assert all(is_equal for _, is_equal in results)
 
 
-@pytest.mark.parametrize("form", ["a file", "a pickle", "a commit"])
-def test_weights_are_loaded_into_shards_of_a_model_on_the_meta_device(tmp_path: Path, form: str) -> None:
+def test_weights_are_loaded_into_shards_of_a_model_on_the_meta_device(tmp_path: Path) -> None:
     torch.manual_seed(5)
     weights = Model().state_dict()
-    if form == "a file":
-        del weights["decode.weight"]
-        save_file(weights, path := tmp_path / "model.safetensors")
-    elif form == "a pickle":
-        torch.save(weights, path := tmp_path / "model.pt")
-    else:
-        trained(tmp_path / "first", 2, Model)
-        path = tmp_path / "first" / "run"
-    outcomes = [
-        trained(tmp_path / str(number), size, make, weights=path)
-        for number, (size, make) in enumerate([(1, Model), (3, META)])
-    ]
-    assert outcomes[0] == outcomes[1]
+    torch.save(weights, tmp_path / "model.pt")
+    save_file({name: weights[name] for name in weights if name != "decode.weight"}, tmp_path / "model.safetensors")
+    expected = trained(tmp_path / "plain", 1, Model, weights=tmp_path / "model.safetensors")
+    for name in ("model.safetensors", "model.pt"):
+        assert trained(tmp_path / f"with {name}", 3, META, weights=tmp_path / name) == expected
+    commit = tmp_path / "plain/run"
+    expected = trained(tmp_path / "from a commit", 1, Model, weights=commit)
+    assert trained(tmp_path / "from a commit, on meta", 3, META, weights=commit) == expected
 
 
 @pytest.mark.parametrize("strategy", ["fsdp", "ddp"])
 def test_what_nothing_initializes_is_refused_by_name(tmp_path: Path, strategy: str) -> None:
     settings = {"strategy": strategy, **({"fsdp": {}} if strategy == "ddp" else {})}
-    with workers(Plan(tmp_path, settings, make_model=ODD_META)) as run:
-        run.start(2)
-        error = run.finish(LIMIT_S, status="failed")["error"]
-    assert re.search(
-        r"nothing has initialized middle\.newest, middle\.scale, middle\.table\. .*param_init_fn", error
-    ), error
+    error = error_of(tmp_path, settings, ODD_META)
+    names = r"middle\.newest, middle\.scale, middle\.table"
+    assert re.search(rf"nothing has initialized {names}\. .*param_init_fn", error), error
 
 
 def test_weights_of_a_file_must_cover_what_nothing_initializes(tmp_path: Path) -> None:
-    torch.manual_seed(5)
-    save_file(
-        {name: value for name, value in ODD().state_dict().items() if name != "decode.weight"},
-        tmp_path / "odd.safetensors",
-    )
-    with workers(Plan(tmp_path / "run", {}, make_model=ODD_META, weights=tmp_path / "odd.safetensors")) as run:
-        run.start(2)
-        error = run.finish(LIMIT_S, status="failed")["error"]
+    weights = ODD().state_dict()
+    save_file({name: weights[name] for name in weights if name != "decode.weight"}, tmp_path / "odd.safetensors")
+    error = error_of(tmp_path / "run", {}, ODD_META, weights=tmp_path / "odd.safetensors")
     assert "nothing has initialized middle.table. " in error, error
 
 
@@ -282,36 +261,19 @@ class Reaching(Model):
 
 
 def test_a_parameter_that_is_used_outside_of_its_unit_is_an_error_with_advice(tmp_path: Path) -> None:
-    with workers(Plan(tmp_path, {}, make_model=Reaching)) as run:
-        run.start(2)
-        error = run.finish(LIMIT_S, status="failed")["error"]
+    error = error_of(tmp_path, {}, Reaching)
     assert "self.blocks[1].inner.weight.sum(0)" in error
     assert "uses a sharded parameter outside of the forward of its FSDP unit" in error, error
 
 
-@pytest.mark.parametrize(
-    ("free_bytes", "message"),
-    [
-        (130_000, None),
-        (90_000, r"needs 0\.00 GB for its shard .* fits 6 workers or more: set min_workers"),
-        (30_000, "largest FSDP unit alone, Sequential, .*smaller modules"),
-    ],
-)
-def test_a_model_that_does_not_fit_is_refused_with_the_number_of_workers_that_would_do(
-    free_bytes: int, message: str | None
-) -> None:
+def test_a_model_that_does_not_fit_is_refused_with_the_number_of_workers_that_would_do() -> None:
     """A block takes 16,384 bytes, and as many for its gradient; all take 331,776."""
     module = on_meta(Wide)
     units = {module, *(each for each in module if isinstance(each, torch.nn.Sequential))}  # type: ignore[attr-defined]
     locations = locate_parameters(module, units)
-    if message is None:
-        check_room(locations, 4, free_bytes, offloads=False)
-        return
-    with pytest.raises(ConfigError, match=message):
-        check_room(locations, 4, free_bytes, offloads=False)
-
-
-def test_with_offload_only_a_unit_must_fit() -> None:
-    module = on_meta(Wide)
-    units = {module, *(each for each in module if isinstance(each, torch.nn.Sequential))}  # type: ignore[attr-defined]
-    check_room(locate_parameters(module, units), 1, 40_000, offloads=True)
+    check_room(locations, 4, 130_000, offloads=False)
+    check_room(locations, 1, 40_000, offloads=True)  # only a unit must fit
+    with pytest.raises(ConfigError, match=r"needs 0\.00 GB for its shard .* fits 6 workers or more: set min_workers"):
+        check_room(locations, 4, 90_000, offloads=False)
+    with pytest.raises(ConfigError, match=r"largest FSDP unit alone, Sequential, .*smaller modules"):
+        check_room(locations, 4, 30_000, offloads=False)
