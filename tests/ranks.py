@@ -36,7 +36,7 @@ PROCESSES.set_forkserver_preload(
 )
 
 CPU = torch.device("cpu")
-OTHERS_FAIL_S = 1.0
+OTHERS_FAIL_S = 0.5
 """After one rank has failed, how long to wait for the errors of others."""
 
 

@@ -96,22 +96,18 @@ def test_a_run_with_a_damaged_file_is_known_to_have_finished(
             assert "lm" in invoke(*command, run.uri).output
 
 
-@pytest.mark.parametrize("share", [0.0, 0.5])
-def test_settings_that_differ_are_refused_also_without_the_record_of_the_run(
-    run: Storage, tmp_path: Path, share: float
-) -> None:
-    damage(run, "run.json", share)
+def test_settings_that_differ_are_refused_also_without_the_record_of_the_run(run: Storage, tmp_path: Path) -> None:
+    damage(run, "run.json", 0.5)
     with pytest.raises(ConfigError, match="micro_batch_size was 8 and is 4"):
         trainer(tmp_path, micro_batch_size=4, steps=500).fit()
     (tmp_path / "data/more.parquet").write_bytes((tmp_path / "data/rows.parquet").read_bytes())
-    damage(run, "data/index", share)
+    damage(run, "data/index", 0.5)
     with pytest.raises(ConfigError, match="data was "):
         trainer(tmp_path, steps=500).fit()
 
 
-@pytest.mark.parametrize("share", [0.0, 0.5])
-def test_the_copy_of_a_ray_data_set_is_found_without_its_marker(run: Storage, share: float) -> None:
-    damage(run, "data/dataset.json", share)
+def test_the_copy_of_a_ray_data_set_is_found_without_its_marker(run: Storage) -> None:
+    damage(run, "data/dataset.json", 0.5)
     dataset: Any = None  # it is not read
     assert materialize(dataset, run, may_replace=False) == f"{run.uri}/data/dataset-1"
     run.write("data/dataset-2/0.parquet", b"")
@@ -119,9 +115,8 @@ def test_the_copy_of_a_ray_data_set_is_found_without_its_marker(run: Storage, sh
         materialize(dataset, run, may_replace=False)
 
 
-@pytest.mark.parametrize("share", [0.0, 0.5])
-def test_a_damaged_lease_is_taken_over_with_the_next_number(run: Storage, share: float) -> None:
-    damage(run, "driver/", share)
+def test_a_damaged_lease_is_taken_over_with_the_next_number(run: Storage) -> None:
+    damage(run, "driver/", 0.5)
     now = [0.0]
 
     def sleep(seconds: float) -> None:

@@ -2,28 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any, cast
 
 import pytest
 import torch
 
-from elastic_ddp.distributed.assignment import Assignment
 from elastic_ddp.distributed.buffer_sync import StepBuffers, _differ, resolve_views
 from elastic_ddp.distributed.process_group import ProcessGroup
 from elastic_ddp.distributed.reduction_tree import micro_batch_ranges, processing_order
-from elastic_ddp.distributed.torch_store import StoreConnection
 from elastic_ddp.errors import ConfigError
 from elastic_ddp.tensors.state_tree import ravel
 from elastic_ddp.torch_internals import modules_of
-from tests.ranks import run_ranks
+from tests.ranks import run_ranks, single_rank_group
 
-ALONE = ProcessGroup(
-    Assignment(generation=1, rank=0, world_size=1, store_host="", store_port=0, reason="start"),
-    torch.device("cpu"),
-    StoreConnection(),
-)
-"""A group of one rank, which needs no connections."""
+ALONE = single_rank_group()
 RULES = {"partly": "mean", "first": "first", "average": "mean", "cache": "mean", "number": "first"}
 CONSTANT = [0.1, 1 / 3, float("inf"), float("-inf"), -0.0, 5e-324, 3.0]
 
@@ -74,7 +66,7 @@ SHORT = [1.0, 1.0, 1.0, 0.5, 0.0, 0.0]
 
 def two_steps_for_several_m(group: ProcessGroup) -> dict[str, dict[str, bytes]]:
     results = {}
-    for name, num_micro_batches, weights in [("3", 3, None), ("5", 5, None), ("7", 7, None), ("short", 6, SHORT)]:
+    for name, num_micro_batches, weights in [("3", 3, None), ("7", 7, None), ("short", 6, SHORT)]:
         model = Model()
         for _ in range(2):
             step(model, num_micro_batches, group, weights)
@@ -82,24 +74,15 @@ def two_steps_for_several_m(group: ProcessGroup) -> dict[str, dict[str, bytes]]:
     return results
 
 
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    """As in the processes of `run_ranks`: the number of threads changes the order of additions within a batch."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-def test_buffers_have_the_same_bits_at_every_world_size(one_thread: None) -> None:
-    expected = two_steps_for_several_m(ALONE)
+def test_buffers_have_the_same_bits_at_every_world_size() -> None:
+    [expected] = run_ranks(1, two_steps_for_several_m)
     assert expected["3"]["norm.running_mean"] != bits(Model())["norm.running_mean"]
     for world_size in (2, 3):
         for results in run_ranks(world_size, two_steps_for_several_m):
             assert results == expected
 
 
-@pytest.mark.parametrize("num_micro_batches", [1, 3, 5, 7])
+@pytest.mark.parametrize("num_micro_batches", [1, 3])
 def test_a_buffer_that_nothing_changes_keeps_its_bits(num_micro_batches: int) -> None:
     model = Model()
     for _ in range(3):
@@ -136,6 +119,10 @@ def test_every_micro_batch_starts_from_the_buffers_of_the_step() -> None:
         buffers.end_micro_batch(micro_batch, 1.0)
         assert bits(model) == before
     assert buffers.changed
+    buffers.begin()
+    model.compute(4)
+    buffers.end_micro_batch(4, None)  # it has no rows
+    assert bits(model) == before and not buffers.changed
 
 
 def test_integer_buffers_are_those_of_micro_batch_0() -> None:
@@ -144,16 +131,6 @@ def test_integer_buffers_are_those_of_micro_batch_0() -> None:
         step(model, 5, ALONE)
         assert model.first.tolist() == [0]
         assert model.norm.num_batches_tracked.item() == steps
-
-
-def test_a_micro_batch_without_rows_changes_no_buffer() -> None:
-    model = Model()
-    buffers = StepBuffers(model, RULES)
-    buffers.begin()
-    model.compute(4)
-    buffers.end_micro_batch(4, None)
-    assert bits(model) == bits(Model())
-    assert not buffers.changed
 
 
 def test_a_step_that_is_repeated_after_an_interruption_has_the_same_result() -> None:
@@ -170,22 +147,13 @@ def test_a_step_that_is_repeated_after_an_interruption_has_the_same_result() -> 
     assert bits(model) == bits(uninterrupted)
 
 
-def test_a_model_in_eval_mode_reports_no_changes() -> None:
-    model = Model().eval()
-    buffers = StepBuffers(model, RULES)
-    buffers.begin()
-    for micro_batch in range(2):
-        model.norm(torch.ones(2, 3))
-        buffers.end_micro_batch(micro_batch, 1.0)
-    assert not buffers.changed
-
-
-def test_a_model_without_buffers_reports_no_changes() -> None:
-    class Plain(torch.nn.Linear):
-        def compute(self, micro_batch: int) -> None: ...
-
-    model: Any = Plain(2, 2)
-    assert not step(model, 3, ALONE).changed
+def test_a_model_without_buffers_or_in_eval_mode_reports_no_changes() -> None:
+    for model in (torch.nn.Linear(3, 3), torch.nn.BatchNorm1d(3).eval()):
+        buffers = StepBuffers(model)
+        buffers.begin()
+        model(torch.ones(2, 3))
+        buffers.end_micro_batch(0, 1.0)
+        assert not buffers.changed
 
 
 class FilledLater(torch.nn.Module):
@@ -281,7 +249,7 @@ def test_lazily_conjugated_and_negated_buffers_train_and_are_sent_as_what_they_s
     assert ravel(plain.table).view(torch.int64).tolist() == ravel(lazy.table).view(torch.int64).tolist()
 
 
-@pytest.mark.parametrize("dtype", [torch.bool, torch.bfloat16, torch.float32, torch.float64, torch.complex128], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bool, torch.bfloat16, torch.float32, torch.complex128], ids=str)
 def test_buffers_are_compared_bit_by_bit(dtype: torch.dtype) -> None:
     for shape in [(), (3,), (2, 3)]:
         one = torch.ones(shape, dtype=dtype)

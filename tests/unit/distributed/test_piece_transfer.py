@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import random
-import signal
 import threading
 from typing import Any
 
@@ -19,7 +17,7 @@ NUM_PIECES = 40
 
 def content(number: int) -> bytes:
     generator = random.Random(number)
-    return generator.randbytes(generator.choice((0, 1, 1000, 3 << 20)))
+    return generator.randbytes(generator.choice((0, 1, 1000, 300 << 10)))
 
 
 def users(number: int, world_size: int) -> list[int]:
@@ -51,7 +49,7 @@ def transfer_all(group: ProcessGroup, max_items: int, max_bytes: int) -> dict[in
     return arrived
 
 
-@pytest.mark.parametrize(("max_items", "max_bytes"), [(8, 1 << 30), (1, 1 << 30), (100, 4 << 20)])
+@pytest.mark.parametrize(("max_items", "max_bytes"), [(8, 1 << 30), (1, 1 << 30), (100, 400 << 10)])
 def test_every_piece_arrives_on_all_ranks_that_need_it(max_items: int, max_bytes: int) -> None:
     for rank, arrived in enumerate(run_ranks(3, transfer_all, max_items, max_bytes)):
         assert arrived == {number: True for number in range(NUM_PIECES) if rank in users(number, 3)}
@@ -70,18 +68,11 @@ def test_a_window_is_full_at_its_number_of_items_or_bytes() -> None:
     assert finished[-1] == "f"
 
 
-@pytest.mark.parametrize(("data", "ranks"), [(b"", [0, 1]), (b"x", [0])])
-def test_nothing_is_sent_of_an_empty_piece_or_to_no_other_rank(data: bytes, ranks: list[int]) -> None:
-    assert begin_transfer(memoryview(bytearray(data)), single_rank_group(), tag=0, source=0, ranks=ranks) == []
-
-
 def wait_for_a_failed_peer(group: ProcessGroup, how: str, source: int) -> bool | None:
     """Whether rank 1 meets a peer failure while it waits for a piece from rank 0, or for rank 0 to receive one."""
     store = group.store.connect(group.assignment.store_host, group.assignment.store_port)
     if group.rank == 0:
         store.get("rank 1 waits")
-        if how == "killed":
-            os.kill(os.getpid(), signal.SIGKILL)
         if how == "leaves":
             group.close(intact=False)
         store.get("rank 1 has waited")
@@ -107,9 +98,3 @@ def wait_for_a_failed_peer(group: ProcessGroup, how: str, source: int) -> bool |
 @pytest.mark.parametrize("how", ["leaves", "aborted"])
 def test_a_failed_peer_ends_the_wait_for_its_piece(how: str, source: int) -> None:
     assert run_ranks(2, wait_for_a_failed_peer, how, source)[1]
-
-
-def test_a_killed_peer_fails_alone() -> None:
-    with pytest.raises(AssertionError) as error:
-        run_ranks(2, wait_for_a_failed_peer, "killed", 0)
-    assert str(error.value) == "rank 0: it died", "rank 1 met a peer failure"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import socket
@@ -16,14 +17,18 @@ import torch
 import torch.distributed as dist
 
 from elastic_ddp.distributed import nccl, process_group
-from elastic_ddp.distributed.assignment import Assignment
 from elastic_ddp.distributed.process_group import ProcessGroup, is_peer_failure
 from elastic_ddp.distributed.state_transfer import begin_transfer
-from elastic_ddp.distributed.torch_store import StoreConnection
 from elastic_ddp.rendezvous.standby import process_state
 from tests.ranks import abort_when, run_ranks, set_key, single_rank_group
 
 CPU = torch.device("cpu")
+
+
+def form(group: ProcessGroup, generation: int, timeout_s: float = 60, **options: Any) -> ProcessGroup:
+    """Forms the group of another generation with the connection of a closed group."""
+    assignment = replace(group.assignment, generation=generation)
+    return ProcessGroup.form(assignment, store=group.store, device=CPU, timeout_s=timeout_s, **options)
 
 
 def form_after_a_failure(group: ProcessGroup) -> str:
@@ -32,10 +37,9 @@ def form_after_a_failure(group: ProcessGroup) -> str:
     group.close(intact=True)
     if group.rank == 1:
         with pytest.raises(RuntimeError) as caught:
-            ProcessGroup.form(replace(group.assignment, generation=2), store=group.store, device=CPU, timeout_s=1)
+            form(group, 2, timeout_s=0.5)
         assert is_peer_failure(caught.value)
-    formed = ProcessGroup.form(replace(group.assignment, generation=3), store=group.store, device=CPU, timeout_s=20)
-    return b"".join(formed.all_gather_bytes(bytes([formed.rank]))).hex()
+    return b"".join(form(group, 3, timeout_s=20).all_gather_bytes(bytes([group.rank]))).hex()
 
 
 def test_a_rank_that_failed_to_form_a_group_forms_the_next_one_with_its_peers() -> None:
@@ -84,32 +88,39 @@ class FailsAfterPublishing(dist.Store):
 _PrefixStore = dist.PrefixStore
 
 
-def fail_after_publishing_the_address(group: ProcessGroup, victim: int) -> float:
-    """Returns the seconds until a rank notices. Afterwards both form another group, in which one rank is slow."""
+def fail_to_form(group: ProcessGroup, place: str) -> list[float]:
+    """Rank 0, then rank 1 fails at a place. Returns the seconds until this rank notices. In the end a group forms."""
+    process_group.FORM_TIMEOUT_S = 0.3  # in this process, which ends with the test
     group.barrier()
     group.close(intact=True)
-    process_group.FORM_TIMEOUT_S = 0.4  # in this process, which ends with the test
-    begun = time.monotonic()
-    forming: list[ProcessGroup] = []
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(RuntimeError) as caught:
-        if group.rank == victim:
-            patch.setattr(process_group.dist, "PrefixStore", FailsAfterPublishing)
-        assignment = replace(group.assignment, generation=2)
-        ProcessGroup.form(assignment, store=group.store, device=CPU, timeout_s=60, on_forming=forming.append)
-    forming[0].close(intact=False)
-    assert group.rank == victim or is_peer_failure(caught.value), caught.value
-    seconds = time.monotonic() - begun
-    group = ProcessGroup.form(replace(group.assignment, generation=3), store=group.store, device=CPU, timeout_s=60)
-    if group.rank == 1:
-        time.sleep(1.5 * process_group.FORM_TIMEOUT_S)
-    group.all_gather_bytes(b"")
+    seconds = []
+    for victim in (0, 1):
+        begun = time.monotonic()
+        forming: list[ProcessGroup] = []
+        with pytest.MonkeyPatch.context() as patch, pytest.raises((RuntimeError, ValueError)) as caught:
+            if group.rank == victim and place == "after it published its address":
+                patch.setattr(process_group.dist, "PrefixStore", FailsAfterPublishing)
+            elif group.rank == victim:  # before it reports its address
+                patch.setattr(ProcessGroup, "_find_sockets", lambda *_: int("power failure"))
+            elif place == "after it connected":
+                threading.Timer(0.5, lambda forming=forming: forming[0].abort()).start()
+            form(group, 2 + 2 * victim, on_forming=forming.append)
+        forming[0].close(intact=False)
+        seconds.append(time.monotonic() - begun)
+        assert group.rank == victim or is_peer_failure(caught.value), caught.value
+        del caught
+        formed = form(group, 3 + 2 * victim)
+        if group.rank == 1:
+            time.sleep(1.5 * process_group.FORM_TIMEOUT_S)  # its peers wait for a slow rank
+        formed.all_gather_bytes(b"")
+        formed.barrier()
+        formed.close(intact=True)
     return seconds
 
 
-@pytest.mark.parametrize("victim", [0, 1])
-def test_a_rank_that_fails_before_it_connects_does_not_block_its_peers(victim: int) -> None:
-    seconds = run_ranks(2, fail_after_publishing_the_address, victim)
-    assert max(seconds) < 60
+@pytest.mark.parametrize("place", ["after it published its address", "after it connected"])
+def test_a_rank_that_fails_while_a_group_forms_does_not_block_its_peers(place: str) -> None:
+    assert max(itertools.chain(*run_ranks(2, fail_to_form, place))) < 30
 
 
 NUM_BYTES = 128 << 20
@@ -192,7 +203,7 @@ def abort_a_group_with_other_connections(group: ProcessGroup) -> float:
     init = dist.init_process_group
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(process_group.dist, "init_process_group", init_process_group)
-        group = ProcessGroup.form(replace(group.assignment, generation=2), store=group.store, device=CPU, timeout_s=60)
+        group = form(group, 2)
     begun = time.monotonic()
     if group.rank == 0:
         group.abort()
@@ -209,35 +220,8 @@ def abort_a_group_with_other_connections(group: ProcessGroup) -> float:
     return seconds
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_abort_spares_connections_that_other_threads_opened_while_the_group_formed(world_size: int) -> None:
-    assert max(run_ranks(world_size, abort_a_group_with_other_connections)) < 30
-
-
-def fail_after_connecting(group: ProcessGroup, victim: int) -> float:
-    """The victim fails before it reports its address; its peer aborts. Returns the seconds until the peer notices."""
-    group.barrier()
-    group.close(intact=True)
-    forming: list[ProcessGroup] = []
-    with pytest.MonkeyPatch.context() as patch, pytest.raises((RuntimeError, ValueError)) as caught:
-        if group.rank == victim:
-            patch.setattr(ProcessGroup, "_find_sockets", lambda *_: int("power failure"))
-        else:
-            threading.Timer(1.0, lambda: forming[0].abort()).start()
-        assignment = replace(group.assignment, generation=2)
-        begun = time.monotonic()
-        ProcessGroup.form(assignment, store=group.store, device=CPU, timeout_s=60, on_forming=forming.append)
-    forming[0].close(intact=False)
-    seconds = time.monotonic() - begun
-    assert group.rank == victim or is_peer_failure(caught.value), caught.value
-    group = ProcessGroup.form(replace(group.assignment, generation=3), store=group.store, device=CPU, timeout_s=60)
-    group.all_gather_bytes(b"")
-    return seconds
-
-
-@pytest.mark.parametrize("victim", [0, 1])
-def test_a_rank_that_fails_after_it_connected_does_not_block_its_peers(victim: int) -> None:
-    assert max(run_ranks(2, fail_after_connecting, victim)) < 30
+def test_abort_spares_connections_that_other_threads_opened_while_the_group_formed() -> None:
+    assert max(run_ranks(3, abort_a_group_with_other_connections)) < 30
 
 
 def wait_for_works_of_a_failed_peer(group: ProcessGroup) -> list[bool]:
@@ -251,7 +235,7 @@ def wait_for_works_of_a_failed_peer(group: ProcessGroup) -> list[bool]:
             work.wait()
         noticed.append(is_peer_failure(caught.value))
     group.close(intact=False)
-    ProcessGroup.form(replace(group.assignment, generation=2), store=group.store, device=CPU, timeout_s=60)
+    form(group, 2)
     return noticed
 
 
@@ -282,6 +266,10 @@ def test_bytes_of_any_length_are_broadcast_to_every_rank(world_size: int) -> Non
 
 def send_late(group: ProcessGroup) -> int:
     """The first rank sends after the timeout for forming has passed. Returns what the last rank received."""
+    process_group.FORM_TIMEOUT_S = 0.3  # in this process, which ends with the test
+    group.barrier()
+    group.close(intact=True)
+    group = form(group, 2)
     data = bytearray([7 * (group.rank == 0)])
     if group.rank == 0:
         time.sleep(2 * process_group.FORM_TIMEOUT_S)
@@ -322,13 +310,6 @@ def test_a_collective_without_a_group_is_a_peer_failure_but_a_users_error_is_not
     assert not is_peer_failure(users.value)
 
 
-def test_a_group_that_never_formed_can_be_aborted() -> None:
-    assignment = Assignment(generation=1, rank=0, world_size=2, store_host="", store_port=0, reason="start")
-    group = ProcessGroup(assignment, torch.device("cuda"), StoreConnection())
-    group.abort()
-    group.abort()
-
-
 def test_the_nccl_backend_is_aborted_once() -> None:
     class Backend:
         aborted = 0
@@ -336,19 +317,20 @@ def test_the_nccl_backend_is_aborted_once() -> None:
         def abort(self) -> None:
             self.aborted += 1
 
-    assignment = Assignment(generation=1, rank=0, world_size=2, store_host="", store_port=0, reason="start")
-    backend = Backend()
-    group = ProcessGroup(assignment, torch.device("cuda"), StoreConnection(), _nccl=[backend])
+    group, backend = single_rank_group(), Backend()
+    group.abort()  # it never formed
+    group._nccl = [backend]
     group.abort()
     group.abort()
     assert backend.aborted == 1
 
 
 def test_ranks_that_share_a_gpu_transfer_tensors_through_the_host() -> None:
-    assignment = Assignment(generation=1, rank=0, world_size=2, store_host="", store_port=0, reason="start")
-    gpu = torch.device("cuda", 0)
-    assert ProcessGroup(assignment, gpu, StoreConnection()).transfer_device == gpu
-    assert ProcessGroup(assignment, gpu, StoreConnection(), shares_device=True).transfer_device == torch.device("cpu")
+    group = single_rank_group()
+    group.device = torch.device("cuda", 0)
+    assert group.transfer_device == group.device
+    group.shares_device = True
+    assert group.transfer_device == CPU
 
 
 @pytest.mark.parametrize(

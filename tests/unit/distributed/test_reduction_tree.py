@@ -45,20 +45,6 @@ def paired(num_leaves: int) -> str:
     return level[0]
 
 
-def depths(expression: str) -> dict[int, int]:
-    """Returns the number of additions on the path from each leaf to the root."""
-    by_leaf, depth, digits = {}, 0, ""
-    for character in expression + " ":
-        if character.isdigit():
-            digits += character
-            continue
-        if digits:
-            by_leaf[int(digits)] = depth
-            digits = ""
-        depth += (character == "(") - (character == ")")
-    return by_leaf
-
-
 def summed(ranks: Sequence[Sequence[int]], num_leaves: int) -> str:
     """Returns the sum over all ranks, each of which folds its micro-batches in the given order."""
     gathered: dict[Node, str] = {}
@@ -71,7 +57,7 @@ def summed(ranks: Sequence[Sequence[int]], num_leaves: int) -> str:
     return fold_to_root(gathered, num_leaves, plus)
 
 
-@given(plans(2000))
+@given(plans(500))
 def test_every_micro_batch_belongs_to_one_rank_and_ranges_are_even(plan: tuple[int, int]) -> None:
     num_micro_batches, world_size = plan
     ranges = micro_batch_ranges(*plan)
@@ -86,25 +72,14 @@ def test_boundaries_lie_between_the_largest_subtrees_that_evenness_allows() -> N
     assert micro_batch_ranges(12, 5) == [range(2), range(2, 4), range(4, 6), range(6, 9), range(9, 12)]
 
 
-@pytest.mark.parametrize(("num_micro_batches", "world_size"), [(4, 0), (4, -1), (4, 5), (0, 1)])
-def test_a_world_size_above_the_number_of_micro_batches_raises(num_micro_batches: int, world_size: int) -> None:
-    expected = f"world_size={world_size} is not from 1 to the {num_micro_batches} micro-batches"
-    with pytest.raises(ValueError, match=expected):
-        micro_batch_ranges(num_micro_batches, world_size)
-
-
 @given(owned_ranges())
 def test_maximal_subtrees_tile_the_range_and_cannot_be_larger(owned: range) -> None:
+    assert sorted(processing_order(owned)) == list(owned)
     subtrees = maximal_subtrees(owned)
     assert [m for node in subtrees for m in node.micro_batches] == list(owned)
     for node in subtrees:
         parent = Node(node.level + 1, node.number // 2).micro_batches
         assert parent.start < owned.start or parent.stop > owned.stop
-
-
-@given(owned_ranges())
-def test_a_rank_computes_each_of_its_micro_batches_once(owned: range) -> None:
-    assert sorted(processing_order(owned)) == list(owned)
 
 
 @given(plans(), st.data())
@@ -133,20 +108,10 @@ def most_held(num_micro_batches: int, world_size: int) -> int:
     return max(held(processing_order(owned)) for owned in micro_batch_ranges(num_micro_batches, world_size))
 
 
-@given(plans(1000))
+@given(plans(300))
 def test_the_number_of_partial_sums_is_logarithmic_in_the_range(plan: tuple[int, int]) -> None:
     num_micro_batches, world_size = plan
     assert most_held(*plan) <= math.ceil(math.log2(num_micro_batches / world_size)) + 1
-
-
-@given(plans(141))
-def test_below_142_micro_batches_the_bound_holds_without_rounding_up(plan: tuple[int, int]) -> None:
-    num_micro_batches, world_size = plan
-    assert most_held(*plan) <= math.log2(num_micro_batches / world_size) + 1
-
-
-def test_from_142_micro_batches_on_the_bound_needs_rounding_up() -> None:
-    assert most_held(142, 5) == 6 > math.log2(142 / 5) + 1
 
 
 def test_ascending_order_would_need_twice_as_many_partial_sums() -> None:
@@ -154,7 +119,7 @@ def test_ascending_order_would_need_twice_as_many_partial_sums() -> None:
     assert held(range(1, 128)) == 12
 
 
-@given(plans(64), st.data())
+@given(plans(40), st.data())
 def test_the_sum_is_the_same_expression_at_every_world_size_and_in_any_order(
     plan: tuple[int, int], data: st.DataObject
 ) -> None:
@@ -166,21 +131,9 @@ def test_the_sum_is_the_same_expression_at_every_world_size_and_in_any_order(
     assert summed([data.draw(st.permutations(owned)) for owned in ranges], num_leaves) == expected
 
 
-@given(st.integers(1, 200))
-def test_the_tree_is_balanced(num_leaves: int) -> None:
-    expression = summed([range(num_leaves)], num_leaves)
-    assert list(depths(expression)) == list(range(num_leaves))
-    assert max(depths(expression).values()) == math.ceil(math.log2(num_leaves))
-
-
 def test_small_trees_as_expressions() -> None:
     expressions = [summed([range(num_leaves)], num_leaves) for num_leaves in (1, 2, 3, 5, 7)]
     assert expressions == ["0", "(0+1)", "((0+1)+2)", "(((0+1)+(2+3))+4)", "(((0+1)+(2+3))+((4+5)+6))"]
-
-
-def test_folding_to_the_root_does_not_change_its_input() -> None:
-    sums = {Node(1, 0): "(0+1)", Node(0, 2): "2"}
-    assert fold_to_root(sums, 3, plus) == fold_to_root(sums, 3, plus) == "((0+1)+2)"
 
 
 def test_a_missing_subtree_raises() -> None:

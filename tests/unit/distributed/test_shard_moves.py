@@ -87,8 +87,3 @@ def test_each_rank_gets_the_shard_of_another_one(offset: int, batch_bytes: int) 
     for rank, found in enumerate(run_ranks(3, rotated, offset, batch_bytes)):
         expected = shards_of((rank - offset) % 3, 3)
         assert found == {name: rows.tolist() for name, rows in expected.items()}
-
-
-def test_a_single_rank_keeps_its_rows() -> None:
-    [[found]] = run_ranks(1, moved, [Resharding(1, ((0,),), (0,))], 1 << 20)
-    assert found == {0: {name: tensor.tolist() for name, tensor in WHOLE.items()}}

@@ -17,16 +17,16 @@ from elastic_ddp.tensors.state_tree import flatten
 from tests.ranks import abort_when, run_ranks, set_key
 
 
-def make_state(size: int = 1000) -> dict[str, Any]:
+def make_state(size: int = 100) -> dict[str, Any]:
     """A state with tensors of unusual layouts and dtypes, and with more chunks than may be in flight."""
     generator = torch.Generator().manual_seed(7)
     many = {
-        str(number): torch.randn(number % 50, generator=generator)
+        str(number): torch.randn(number % 5, generator=generator)
         for number in range(3 * state_transfer.MAX_CHUNKS_IN_FLIGHT)
     }
     return {
         "large": torch.randn(size, generator=generator),
-        "transposed": torch.randn(30, 50, generator=generator).t(),
+        "transposed": torch.randn(3, 50, generator=generator).t(),
         "bf16": torch.randn(77, generator=generator).bfloat16(),
         "flags": torch.rand(13, generator=generator) > 0.5,
         "complex": torch.randn(5, generator=generator, dtype=torch.complex64),
@@ -57,11 +57,10 @@ def transferred(group: ProcessGroup, source: int, receivers: tuple[int, ...], ch
     return None if received is None else digest(received)
 
 
-@pytest.mark.parametrize("chunk_bytes", [16 << 20, 64, 3])  # 3: smaller than a number
+@pytest.mark.parametrize("chunk_bytes", [16 << 20, 3])  # 3: smaller than a number
 def test_receivers_get_the_bits_of_the_source_and_other_ranks_nothing(chunk_bytes: int) -> None:
     sent = digest(make_state())
-    if chunk_bytes > 3:
-        assert run_ranks(3, transferred, 1, (2, 0), chunk_bytes) == [sent, None, sent]
+    assert run_ranks(3, transferred, 1, (2, 0), chunk_bytes) == [sent, None, sent]
     assert run_ranks(3, transferred, 0, (2,), chunk_bytes) == [None, None, sent]
 
 

@@ -58,11 +58,6 @@ def on_a_rank(group: ProcessGroup) -> list[dict[str, Any]]:
     return [{"votes": dict(agreed.votes), "loss": bits(agreed.loss), "digests": agreed.row_digests} for agreed in heard]
 
 
-def test_a_single_process_agrees_with_itself() -> None:
-    agreed = agree(range(7), FULL, {"stop": True, "reconfigure": False}, LOSSES, 1)
-    assert agreed.votes == {name: int(name == "stop") for name in VOTES}
-
-
 def test_the_loss_is_the_mean_over_rows_added_along_the_tree() -> None:
     full = [4 * loss for loss in LOSSES]
     total = ((full[0] + full[1]) + (full[2] + full[3])) + ((full[4] + full[5]) + full[6])
@@ -72,7 +67,7 @@ def test_the_loss_is_the_mean_over_rows_added_along_the_tree() -> None:
     assert bits(total / 28) != bits(sum(full) / 28)  # this test could fail
 
 
-@pytest.mark.parametrize("loss", [0.0, -0.0, 0.1, 5e-324, -1e308, float("inf"), float("-inf"), float("nan")])
+@pytest.mark.parametrize("loss", [-0.0, 0.1, 5e-324, float("-inf"), float("nan")])
 def test_a_loss_of_any_value_comes_through_bit_by_bit(loss: float) -> None:
     assert bits(agree(range(1), [1], {}, [loss], 1).loss) == bits(loss)
 
@@ -84,17 +79,8 @@ def test_every_rank_hears_the_same_as_a_single_process_would() -> None:
         for heard in ranks:
             assert heard == ranks[0]
             for after, alone in zip(heard, calm, strict=True):
-                assert after["votes"] == {
-                    "stop": 1,
-                    "commit": world_size,
-                    "saving": 0,
-                    "reconfigure": 0,
-                    "buffers_changed": 1,
-                    "gathered": 0,
-                    "profile": 0,
-                    "verify": 0,
-                    "update": 0,
-                }
+                votes = {"stop": 1, "commit": world_size, "buffers_changed": 1}
+                assert after["votes"] == {**dict.fromkeys(VOTES, 0), **votes}
                 assert after["loss"] == bits(alone.loss)
                 assert after["digests"] == alone.row_digests
 
@@ -108,11 +94,8 @@ def test_digests_are_in_micro_batch_order_and_empty_ones_equal_that_of_no_rows()
 
 def test_row_ids_of_any_integer_type_and_layout_have_one_digest() -> None:
     ids = np.arange(10, dtype=np.int64)
-    other = np.zeros((10, 2), dtype=np.int32)
-    other[:, 0] = ids
-    big_endian = ids.astype(">i8")
-    assert digest_rows(other[:, 0]) == digest_rows(big_endian) == digest_rows(ids)
-    assert digest_rows(ids[::-1]) != digest_rows(ids)
+    narrow = np.arange(20, dtype=np.int32)[::2] // 2
+    assert digest_rows(narrow) == digest_rows(ids.astype(">i8")) == digest_rows(ids) != digest_rows(ids[::-1])
 
 
 def test_the_chain_over_samples_spelled_out() -> None:
@@ -123,11 +106,3 @@ def test_the_chain_over_samples_spelled_out() -> None:
     assert extend_samples_digest(EMPTY_SAMPLES_DIGEST, steps[0]) == first.hex()
     position = Position().after(6, steps[0]).after(5, steps[1])
     assert (position.step, position.samples, position.samples_sha256) == (2, 11, second.hex())
-
-
-def test_the_chain_tells_the_order_of_micro_batches_and_of_steps() -> None:
-    a, b, c, d = (hashlib.sha256(name.encode()).digest() for name in "abcd")
-    in_order = extend_samples_digest(extend_samples_digest(EMPTY_SAMPLES_DIGEST, [a, b]), [c, d])
-    assert extend_samples_digest(extend_samples_digest(EMPTY_SAMPLES_DIGEST, [b, a]), [c, d]) != in_order
-    assert extend_samples_digest(extend_samples_digest(EMPTY_SAMPLES_DIGEST, [c, d]), [a, b]) != in_order
-    assert extend_samples_digest(EMPTY_SAMPLES_DIGEST, [a, b, c, d]) != in_order

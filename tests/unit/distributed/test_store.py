@@ -6,6 +6,7 @@ import os
 import socket
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -37,18 +38,13 @@ def refused() -> Iterator[int]:
         yield bound.getsockname()[1]
 
 
-def test_connect_reuses_the_connection(port: int) -> None:
+def test_connect_reconnects_only_after_the_store_moved_and_after_drop(port: int) -> None:
+    moved = dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
     connection = StoreConnection()
     connection.connect_with_retry(lambda: (HOST, port))
     assert len(connection.sockets) == 1
-    store = connection.connect(HOST, port)
-    assert connection.connect(HOST, port) is store
-
-
-def test_connect_reconnects_after_the_store_moved_and_after_drop(port: int) -> None:
-    moved = dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
-    connection = StoreConnection()
     first = connection.connect(HOST, port)
+    assert connection.connect(HOST, port) is first
     second = connection.connect(HOST, moved.port)
     assert second is not first and second.port == moved.port
     connection.drop()
@@ -105,23 +101,15 @@ def test_the_connection_has_tcp_keepalive(port: int) -> None:
 
 def test_connections_may_be_made_at_once_in_several_threads(port: int) -> None:
     """Each sees sockets of the others, which may be closed before it has set its own up."""
-    errors = list[BaseException]()
 
-    def connect() -> None:
+    def connect(_: int) -> None:
         connection = StoreConnection()
-        try:
-            for _ in range(10):
-                connection.connect(HOST, port)
-                connection.drop()
-        except BaseException as error:
-            errors.append(error)
+        for _ in range(4):
+            connection.connect(HOST, port)
+            connection.drop()
 
-    threads = [threading.Thread(target=connect) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not errors
+    with ThreadPoolExecutor(3) as pool:
+        list(pool.map(connect, range(3)))
 
 
 def go_through_generations(group: ProcessGroup) -> list[bool]:
@@ -165,7 +153,6 @@ INTERFACES = {
     ("chosen", "gloo", "nccl"),
     [
         ({}, "eth0", "=eth0"),
-        ({GLOO: "eth1"}, "eth1", "=eth1"),
         ({GLOO: "eth0,eth1"}, "eth0,eth1", "=eth0,eth1"),
         ({NCCL: "ib"}, "ib0", "ib"),
         ({NCCL: "=eth1"}, "eth1", "=eth1"),
