@@ -12,7 +12,6 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from elastic_ddp import torch_internals
 from elastic_ddp.config.run_config import RunConfig
 from elastic_ddp.distributed.buffer_sync import StepBuffers
 from elastic_ddp.distributed.prepared_model import PreparedModel, unit_predicate
@@ -396,20 +395,3 @@ def test_a_forward_after_the_optimizer_uses_new_weights_if_one_came_before() -> 
 
 def _is_block(module: torch.nn.Module) -> bool:
     return isinstance(module, Block)
-
-
-def _in_place(group: ProcessGroup) -> list[bool]:
-    """Compares shards that are made without a copy to another device, as offload needs it, with those of torch."""
-    _, state = sharded(group)
-    equal = []
-    for parameter in state.module.parameters():
-        local = parameter.to_local().to(torch.float64)  # type: ignore[operator]
-        made = torch_internals.dtensor_in_place(local, parameter)  # type: ignore[arg-type]
-        full = parameter.full_tensor()  # type: ignore[operator]
-        equal.append(made.to_local() is local or made.to_local().data_ptr() == local.data_ptr())
-        equal.append(bool(made.dtype == torch.float64) and torch.equal(made.full_tensor().float(), full))
-    return equal
-
-
-def test_a_shard_is_made_of_rows_where_they_are() -> None:
-    assert all(all(equal) for equal in run_ranks(2, _in_place))
