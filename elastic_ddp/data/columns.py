@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,16 @@ from elastic_ddp.errors import DataError
 Array = npt.NDArray[Any]
 Arrays = dict[str, Array]
 Int64Array = npt.NDArray[np.int64]
+
+
+def check_names(selected: Sequence[str], available: Collection[str], where: str) -> None:
+    """Raises a DataError if `data.columns` selects a column that does not exist."""
+    missing = [name for name in selected if name not in available]
+    if missing:
+        raise DataError(
+            f"data.columns names {', '.join(map(repr, missing))}, but {where} has no such column. Choose from "
+            f"{', '.join(available)}."
+        )
 
 
 def to_numpy(name: str, values: pa.Array) -> Array:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 import pyarrow as pa
 
-from elastic_ddp.data.columns import Int64Array
+from elastic_ddp.data.columns import Int64Array, check_names
 from elastic_ddp.data.files import DataFile, Source, entries_of, filesystem_of, list_files, read_footer
 from elastic_ddp.data.user_calls import describe_rows
 from elastic_ddp.errors import DataError, shorten
@@ -225,12 +225,7 @@ def _read_footer(file: DataFile) -> tuple[pa.Schema, list[int]]:
 
 
 def _select(schema: pa.Schema, columns: Sequence[str], path: str) -> pa.Schema:
-    missing = [name for name in columns if name not in schema.names]
-    if missing:
-        raise DataError(
-            f"data.columns names {', '.join(map(repr, missing))}, but {path} has no such column. Choose from "
-            f"{', '.join(schema.names)}."
-        )
+    check_names(columns, schema.names, path)
     if not columns:
         raise DataError(f"data.columns is empty. Name at least one of {', '.join(schema.names)}.")
     return pa.schema([schema.field(name) for name in columns])

@@ -17,7 +17,7 @@ import numpy as np
 import pyarrow as pa
 import ray
 
-from elastic_ddp.data.columns import Array, Int64Array, check_nulls, check_tensors, to_numpy, widen
+from elastic_ddp.data.columns import Array, Int64Array, check_names, check_nulls, check_tensors, to_numpy, widen
 from elastic_ddp.data.files import Source
 from elastic_ddp.data.fingerprint import of_columns, of_rows
 from elastic_ddp.data.packing import dump, load
@@ -225,12 +225,7 @@ def _columns_of(data: Any, selected: Sequence[str] | None) -> Columns:
         table = _from_pandas(data) if _is_frame(data) else data
         values = dict(zip(table.column_names, table.columns, strict=True))
     if selected is not None:
-        missing = [name for name in selected if name not in values]
-        if missing:
-            raise DataError(
-                f"data.columns names {', '.join(map(repr, missing))}, but data has no such column. Choose from "
-                f"{', '.join(values)}."
-            )
+        check_names(selected, values, "data")
         values = {name: values[name] for name in selected}
     if not values:
         raise DataError("data has no columns. Pass a data set that has some.")

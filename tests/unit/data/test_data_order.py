@@ -24,7 +24,7 @@ MicroBatches = dict[tuple[int, int], tuple[tuple[int, ...], tuple[int, ...], tup
 @st.composite
 def plans(draw: st.DrawFn, *, epochs: int = 2) -> FeedPlan:
     """Draws a small data set, batch size and order, over complete epochs, for one worker with all micro-batches."""
-    rows_per_group = draw(st.lists(st.integers(0, 12), min_size=1, max_size=15).filter(any))
+    rows_per_group = draw(st.lists(st.integers(0, 9), min_size=1, max_size=8).filter(any))
     num_micro_batches = draw(st.integers(1, 6))
     shape = EpochShape(sum(rows_per_group), num_micro_batches, draw(st.integers(1, 7)))
     options = {"window_row_groups": draw(st.integers(1, 5)), "chunk_rows": draw(st.integers(1, 9))}

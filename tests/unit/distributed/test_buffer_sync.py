@@ -77,9 +77,7 @@ def two_steps_for_several_m(group: ProcessGroup) -> dict[str, dict[str, bytes]]:
 def test_buffers_have_the_same_bits_at_every_world_size() -> None:
     [expected] = run_ranks(1, two_steps_for_several_m)
     assert expected["3"]["norm.running_mean"] != bits(Model())["norm.running_mean"]
-    for world_size in (2, 3):
-        for results in run_ranks(world_size, two_steps_for_several_m):
-            assert results == expected
+    assert run_ranks(3, two_steps_for_several_m) == [expected] * 3
 
 
 @pytest.mark.parametrize("num_micro_batches", [1, 3])
