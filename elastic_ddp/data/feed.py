@@ -73,7 +73,7 @@ class MicroBatchFeed:
         self._thread.start()
 
     def step(self, step: int) -> Iterator[MicroBatch]:
-        """Yields this worker's micro-batches of a step, in order. Each call takes the step after that of the last call.
+        """Yields this worker's micro-batches of a step, in order. Each call takes the step after the last one.
 
         Raises:
             DataError: a file cannot be read, or the transform failed or returned an unusable result.
@@ -90,7 +90,7 @@ class MicroBatchFeed:
             yield self._take()
 
     def locate(self, row_ids: Sequence[int]) -> str:
-        """Returns text for rows of the data set, such as "rows 3, 17 of a.parquet"."""
+        """Returns text for rows of the data set, for example "rows 3, 17 of a.parquet"."""
         return self._work.index.locate(row_ids)
 
     @property

@@ -50,14 +50,14 @@ class Columns:
 
 @dataclass(frozen=True, eq=False)
 class MapStyleIndex:
-    """A data set in memory, and what identifies it."""
+    """A data set in memory, and its identity."""
 
     num_rows: int
     fingerprint: str
     """SHA-256 of the data set, from `fingerprint`."""
     name: str
     content: Any
-    """`Columns` or the user's object; after `share`, what `load_content` loads it from."""
+    """`Columns` or the user's object; after `share`, a `Shipped`, which `load_content` loads."""
     varying_row: int | None = None
     """A row that differs between two reads with equal seeds, if one was found."""
 
@@ -249,8 +249,7 @@ def _from_pandas(frame: Any) -> pa.Table:
 
 def _array_of(name: str, value: Any) -> Array | pa.Array:
     if isinstance(value, pa.ChunkedArray | pa.Array):
-        wide = widen(value if isinstance(value, pa.ChunkedArray) else pa.chunked_array([value])).combine_chunks()
-        return pa.concat_arrays(wide.chunks) if isinstance(wide, pa.ChunkedArray) else wide
+        return widen(value if isinstance(value, pa.ChunkedArray) else pa.chunked_array([value])).combine_chunks()
     if not isinstance(value, list | tuple) and not hasattr(value, "__array__"):
         raise DataError(
             f"data is a dict, and data[{name!r}] is a {type(value).__name__} and no array. Pass a dict of arrays, or a "

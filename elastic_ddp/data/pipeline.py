@@ -34,7 +34,7 @@ Tables = Iterator[pa.Table]
 class Pipeline:
     """Yields packed chunks or micro-batches in order. One thread iterates, once; any thread may close it.
 
-    For a data set in memory, each of `data.concurrency` processes makes every n-th micro-batch, like those of a
+    For a data set in memory, each of `data.concurrency` processes makes every n-th micro-batch, as in a
     DataLoader. Parquet files are read by one process. It also makes chunks or micro-batches if `data.concurrency` is 1,
     or if there is no function of the user to call.
 

@@ -1,4 +1,4 @@
-"""Reports the call of a user's function, such as a transform, in which a data process died or hangs.
+"""Reports the call of a user's function (a transform, for example) in which a data process died or hangs.
 
 Ray reports only that a task's process died. So a data process writes the running call into a file of its node, to which
 Python's faulthandler appends the signal and the stack. The worker on that node reads the file. It can also request the
@@ -59,7 +59,7 @@ def recorded(function: str, place: str, row_ids: Int64Array) -> Iterator[None]:
     """Records a call of the user's function until the context ends.
 
     Args:
-        function: what is called, such as "the transform"; if empty, the call is not recorded.
+        function: the function's name in messages, "the transform" for example; if empty, the call is not recorded.
         place: the place in the run, which differs for every call.
         row_ids: the rows of the call.
     """
@@ -179,6 +179,6 @@ def _describe(call: str, report: str, locate: Callable[[list[int]], str], what: 
 
 
 def describe_rows(row_ids: Sequence[int], where: str = "the data set") -> str:
-    """Returns text for rows, such as "rows 3, 17 of a.parquet"."""
+    """Returns text for rows, for example "rows 3, 17 of a.parquet"."""
     numbers = shorten([f"{row:,}" for row in row_ids], _MAX_DESCRIBED_ROWS)
     return f"{'row' if len(row_ids) == 1 else 'rows'} {numbers} of {where}"

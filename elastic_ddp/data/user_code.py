@@ -43,11 +43,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class DriverEnvironment:
-    """What the user's code expects of a process: the driver's working directory and import path."""
+    """The driver's working directory and import path, which the user's code expects in other processes."""
 
     working_directory: str
     first: tuple[str, ...]
-    """Entries of `sys.path` before those of the Python installation, such as the script's folder."""
+    """Entries of `sys.path` before the Python installation: the script's folder, for example."""
     last: tuple[str, ...]
     """Entries after those."""
     node: str = ""
@@ -123,7 +123,7 @@ def environment() -> DriverEnvironment:
 def user_error(what: str, error: BaseException, place: str = "", fix: str = "") -> DataError:
     """Returns the error for an exception that the user's code raised, with its traceback. Call it in `except`.
 
-    `what` is the code, and `place` is where in the run it was called, such as " in micro-batch 0 of step 1".
+    `what` is the code, and `place` its place in the run, for example " in micro-batch 0 of step 1".
     """
     stack = traceback.format_exc().rstrip()
     text = f"{what} raised {text_of(error, repr)}{place}:\n{stack}{fix}\n{environment().advise(error)}"

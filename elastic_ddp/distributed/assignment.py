@@ -12,12 +12,12 @@ class Shards(NamedTuple):
     num: int
     """Number of shards of the whole state."""
     held: tuple[int, ...]
-    """The numbers of those that it holds, from 0."""
+    """The numbers of the held shards, from 0."""
 
 
 @dataclass(frozen=True)
 class Resharding:
-    """How the shards of a state change hands as a generation begins."""
+    """The move of the shards of a state between ranks as a generation begins."""
 
     num: int
     """Number of shards before."""
@@ -43,7 +43,7 @@ class Resharding:
 
 @dataclass(frozen=True, kw_only=True)
 class Formation:
-    """How a generation was formed, for all of its members."""
+    """Facts about the formation of a generation, for all of its members."""
 
     reason: str
     """Why it was formed, for the ledger."""
@@ -86,7 +86,7 @@ class Assignment(Formation):
 
     @property
     def mirror_offset(self) -> int:
-        """How many ranks after the owner of a shard the rank comes that mirrors it."""
+        """The distance, in ranks, from the owner of a shard to the rank that mirrors it."""
         return max(1, min(self.largest_node, self.world_size - self.largest_node))
 
     @property
@@ -96,6 +96,6 @@ class Assignment(Formation):
 
     @property
     def only_hands_over(self) -> bool:
-        """Whether members only send what others keep. Otherwise they train, or commit the state that all keep."""
+        """Whether members only send state that others keep. Otherwise they train, or commit the state that all keep."""
         keeps_all = self.resharding is None or len(self.resharding.keepers) == self.world_size
         return self.handover_only and bool(self.receivers or not keeps_all)

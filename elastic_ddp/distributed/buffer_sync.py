@@ -1,4 +1,4 @@
-"""Model buffers, such as BatchNorm statistics, that end a step with the same bits at every world size.
+"""Model buffers (BatchNorm statistics, for example) that end a step with the same bits at every world size.
 
 Every micro-batch of a step starts from the same buffers. The buffer's rule combines the changes of the micro-batches:
 their mean over rows, their sum (both along the reduction tree), or the change of micro-batch 0. Changes are combined
@@ -27,7 +27,7 @@ RULES = {
     SUM: "adds the changes of all micro-batches",
     FIRST: "keeps what micro-batch 0 leaves",
 }
-"""What `run.prepare(model, buffers=...)` takes, and what each rule does."""
+"""The rules of `run.prepare(model, buffers=...)`, and the effect of each."""
 Rules = dict[tuple[int, str], tuple[str, str | None]]
 """The full name of each buffer and its rule, by the `id` of its owner and its name there."""
 Changes = list[torch.Tensor | None]
@@ -107,8 +107,8 @@ def _add(left: Changes, right: Changes) -> Changes:
 def resolve_views(module: torch.nn.Module) -> None:
     """Copies buffers that cannot be written in place or sent as bytes.
 
-    These are buffers whose elements share memory, such as expanded ones, and buffers that are lazily conjugated or
-    negated, such as `tensor.conj()`.
+    These are buffers whose elements share memory (expanded ones), and lazily conjugated or negated buffers
+    (`tensor.conj()`).
     """
     copies: dict[int, torch.Tensor] = {}
     for submodule in module.modules():
@@ -130,7 +130,7 @@ def _differ(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
 
 
 class StepBuffers:
-    """The buffers of a model during a step. `rules` are those of `run.prepare(model, buffers=...)`."""
+    """The buffers of a model during a step. `rules` come from `run.prepare(model, buffers=...)`."""
 
     def __init__(self, module: torch.nn.Module, rules: Mapping[str, str] | None = None) -> None:
         self._module = module

@@ -37,7 +37,7 @@ class _DirectCall(torch.nn.Module):
 
 
 class _Parameters(torch.nn.Module):
-    """What DDP wraps if it reduces a part of the model's parameters. Each loss passes through it before its backward.
+    """The module that DDP wraps to reduce a part of the parameters. Each loss passes through it before its backward.
 
     So it does not matter which submodules the training function has called for this loss.
     """

@@ -13,7 +13,7 @@ from elastic_ddp.tensors.dtensor import is_dtensor
 from elastic_ddp.torch_internals import version
 
 Initialize = Callable[[torch.nn.Module], object]
-"""Initializes the tensors that a module has itself, not those of its submodules."""
+"""Initializes the tensors that a module has itself, without its submodules."""
 _UNSET = 255
 """The bytes of new tensors: floats are NaN, integers -1. If they are all left, and torch counted no change, nothing has
 initialized the tensor. Torch does not count changes of `tensor.data`."""
@@ -25,7 +25,7 @@ class FirstWeights:
     Args:
         seed: of the run.
         initialize: called with each module that has tensors on the meta device, itself or in submodules; None for
-            `module.reset_parameters()` of those that have some themselves.
+            `module.reset_parameters()` of the modules that have some themselves.
     """
 
     def __init__(self, seed: int, initialize: Initialize | None = None) -> None:

@@ -58,7 +58,7 @@ class Round:
 
 
 class _Collective:
-    """What FSDP2 asks of both kinds."""
+    """The allocation that FSDP2 requests from both kinds."""
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
@@ -154,7 +154,7 @@ class Reduction(_Collective):
         return received[:length].to(part.device)
 
     def _exchange(self, gradient: torch.Tensor) -> None:
-        """Exchanges the gradients of a round, and adds those of this rank's rows to the sums."""
+        """Exchanges the gradients of a round, and adds the gradients of this rank's rows to the sums."""
         group = self._round.group
         sent = gradient.to(group.transfer_device)
         received = torch.empty_like(sent)

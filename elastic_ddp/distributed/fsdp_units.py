@@ -1,4 +1,4 @@
-"""Which parameters belong to which FSDP unit, and whether FSDP can shard them.
+"""The parameters of each FSDP unit, and a check that FSDP can shard them.
 
 A unit is a submodule whose parameters are gathered and sharded together. The rest of the model is a unit of its own.
 """

@@ -23,7 +23,7 @@ class PreparedModel:
     The module stays the user's own, of its own class. With `bf16`, calls of it run under autocast to bfloat16 and
     return float32, with `fp16` under autocast to float16. Copies of the module do not have the route: they compute
     outside of DDP, without autocast. `is_unit` returns whether FSDP shards a submodule as one unit. `buffer_rules` are
-    those of `buffer_sync`. `first_weights` makes what is on the meta device when a run begins.
+    rules as in `buffer_sync`. `first_weights` makes the tensors on the meta device when a run begins.
     """
 
     def __init__(

@@ -31,7 +31,7 @@ reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.red
 """Torch 2.13 renamed `all_gather_into_tensor` and `reduce_scatter_tensor`; 2.11 has only the old names."""
 
 GLOO_ENDS_S, NCCL_ENDS_S = 0.5, 10.0
-"""How long the threads of an aborted group may take to end. Afterwards the worker goes on without waiting for them."""
+"""Timeouts for the threads of an aborted group to end. Afterwards the worker continues without them."""
 FORM_TIMEOUT_S = 1.0
 """Timeout of the first attempt to connect the ranks of a group, after all of them have arrived."""
 NCCL_CONNECTS_S, _RETRY_S = 10.0, 0.05
@@ -205,7 +205,7 @@ class ProcessGroup:
         return own if len(own) >= self.world_size - 1 else frozenset(connected)
 
     def close(self, *, intact: bool) -> None:
-        """Leaves the group. First drop everything that refers to it, such as DDP and tracebacks.
+        """Leaves the group. First drop all references to it, from DDP and tracebacks for example.
 
         `intact`: all ranks passed a barrier and close the group too. Otherwise `abort` ends the peers' collectives.
         """

@@ -1,4 +1,4 @@
-"""Which rank computes which micro-batches, and the tree along which their results are added. Pure functions.
+"""The micro-batches of each rank, and the tree along which their results are added. Pure functions.
 
 Floating-point addition does not associate. A sum has the same bits at every world size only if the order of its
 additions does not depend on the world size. Here the order is a balanced binary tree over the micro-batches of a step.
@@ -58,7 +58,7 @@ def dealt_micro_batches(num_micro_batches: int, world_size: int) -> list[range]:
 
 
 def with_rows(owned: range, num_leaves: int) -> range:
-    """Returns those of a rank's micro-batches that are leaves."""
+    """Returns the leaves among a rank's micro-batches."""
     return range(owned.start, min(owned.stop, num_leaves), owned.step)
 
 

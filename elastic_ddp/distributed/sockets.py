@@ -74,7 +74,7 @@ def keep_alive(sockets: Iterable[Socket], *, idle_s: int, unacknowledged_s: int)
     """Turns on TCP keepalive for connections that may be idle for a long time, so that firewalls keep them.
 
     The kernel probes the peer after `idle_s` without traffic, and closes the connection after `unacknowledged_s`
-    without an acknowledgement. A socket that has been closed meanwhile, such as one of another thread, is left out.
+    without an acknowledgement. A socket that another thread has closed meanwhile is left out.
     """
     for key in sockets:
         with suppress(OSError), _opened(key) as connection:
@@ -97,7 +97,7 @@ def use_interface_of(address: str) -> None:
     """Makes gloo and NCCL use the network interface that has this address. Call it before a process group forms.
 
     By default gloo uses the interface of the host name, which often is the loopback interface, and NCCL the first one
-    that it finds, such as a container bridge. See `choose_interface` for what the user can set.
+    that it finds, perhaps a container bridge. See `choose_interface` for what the user can set.
     """
     os.environ.update(choose_interface(address, interface_addresses(), os.environ))
 

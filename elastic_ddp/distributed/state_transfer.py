@@ -31,7 +31,7 @@ MAX_CHUNKS_IN_FLIGHT, MAX_BYTES_IN_FLIGHT = 64, 4 * CHUNK_BYTES
 
 
 class TransferWindow(Generic[Item]):
-    """What this rank has begun to send or receive, oldest first: fewer than `max_items` and `max_bytes` after `add`.
+    """Transfers that this rank has begun, oldest first: fewer than `max_items` and `max_bytes` after `add`.
 
     `finish` is called with each item once it has been sent or received.
     """

@@ -45,7 +45,7 @@ class MicroBatchRecord:
 
 @dataclass(frozen=True)
 class Agreement:
-    """What all ranks know at the end of a step."""
+    """The votes and records of all ranks at the end of a step."""
 
     votes: Mapping[str, int]
     """The number of ranks that voted for each name in `VOTES`; for the last four, the sum of the votes."""

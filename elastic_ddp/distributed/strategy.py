@@ -43,7 +43,7 @@ def own_backward_error(names: Sequence[str] = ()) -> ConfigError:
 
 
 def ignore(phase: str) -> str:
-    """What `enter_phase` is if phases are not measured."""
+    """The `enter_phase` of a strategy whose phases are not measured."""
     return phase
 
 
@@ -54,7 +54,7 @@ class Marks(NamedTuple):
     gradients: list[int]
     versions: list[int]
     places: list[int]
-    """Where gradients are in memory: one that is freed may have the id of a later one."""
+    """The gradients' addresses in memory: a freed gradient may have the id of a later one."""
 
     def changed(self, before: Marks) -> set[int]:
         """Returns the positions of the gradients that have changed."""
@@ -312,7 +312,7 @@ class Strategy(ABC):
         raise NotImplementedError
 
     def dummy_backward(self, loss: torch.Tensor) -> None:
-        """Runs the backward of a dummy forward, after those of micro-batches."""
+        """Runs the backward of a dummy forward, after the backwards of micro-batches."""
         raise NotImplementedError
 
     def reshard(self) -> None:  # noqa: B027
@@ -342,7 +342,7 @@ class Strategy(ABC):
         torch.nn.utils.clip_grads_with_norm_(self.parameters.values(), max_norm, norm)
 
     def clear_gradients(self) -> None:
-        """Sets the gradients of all parameters to None, also of those in no optimizer."""
+        """Sets the gradients of all parameters to None, also of parameters in no optimizer."""
         for parameter in self.parameters.values():
             parameter.grad = None
 
