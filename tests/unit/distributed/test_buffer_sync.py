@@ -277,22 +277,6 @@ def test_every_micro_batch_starts_from_zeros_of_the_same_sign() -> None:
         assert not model.average.signbit().any()
 
 
-def combine_int16(group: ProcessGroup) -> list[int]:
-    model: Any = torch.nn.Module()
-    model.register_buffer("number", torch.ones(3, dtype=torch.int16))
-    buffers = StepBuffers(model, RULES)
-    buffers.begin()
-    model.number.add_(1)
-    buffers.end_micro_batch(group.rank, 1.0)
-    buffers.combine(ranges=micro_batch_ranges(2, 2), num_leaves=2, divisor=2.0, group=group)
-    numbers: list[int] = model.number.tolist()
-    return numbers
-
-
-def test_a_buffer_of_a_dtype_that_gloo_does_not_support_is_combined() -> None:
-    assert run_ranks(2, combine_int16) == [[2, 2, 2], [2, 2, 2]]
-
-
 def test_modules_are_listed_once_each_and_in_the_order_of_torch() -> None:
     model = torch.nn.Sequential(torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.ReLU()), torch.nn.BatchNorm1d(2))
     model.again, model.absent = model[0], None
