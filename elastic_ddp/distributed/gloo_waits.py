@@ -9,8 +9,9 @@ not affected.
 from __future__ import annotations
 
 import datetime
+import queue
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future, wait
 
 import torch.distributed as dist
@@ -39,29 +40,39 @@ def wait_for_collective(work: dist.Work, is_aborted: Callable[[], bool]) -> None
         _check(is_aborted)
 
 
-def wait_for_messages(
-    messages: Sequence[dist.Work], timeout: datetime.timedelta, is_aborted: Callable[[], bool]
-) -> None:
-    """Waits for messages between two ranks, in a thread: nothing else can leave gloo's wait before it ends.
+class MessageWaits:
+    """Waits for messages between two ranks, in a thread: nothing else can leave gloo's wait before it ends."""
 
-    Raises as `wait_for_collective`.
-    """
-    result = Future[None]()
-    threading.Thread(target=_wait_for_all, args=(messages, timeout, result), name="gloo messages", daemon=True).start()
-    while not wait([result], ABORT_POLL_S).done:
-        _check(is_aborted)
-    result.result()
+    def __init__(self) -> None:
+        self._calls: queue.SimpleQueue[tuple[Callable[[], None], Future[None]] | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def wait(self, call: Callable[[], None], is_aborted: Callable[[], bool]) -> None:
+        """Runs a waiting call, with its result or error. Raises PeerFailedError after an abort."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=_serve, args=(self._calls,), name="gloo messages", daemon=True)
+            self._thread.start()
+        result = Future[None]()
+        self._calls.put((call, result))
+        while not wait([result], ABORT_POLL_S).done:
+            _check(is_aborted)
+        result.result()
+
+    def close(self) -> None:
+        """Ends the thread when the call that it makes returns."""
+        self._calls.put(None)
 
 
-def _wait_for_all(messages: Sequence[dist.Work], timeout: datetime.timedelta, result: Future[None]) -> None:
-    try:
-        for message in messages:
-            message.wait(timeout)
-    except BaseException as error:
-        result.set_exception(error)
-    else:
-        result.set_result(None)
-    del messages, result  # the traceback of an error would keep their tensors alive
+def _serve(calls: queue.SimpleQueue[tuple[Callable[[], None], Future[None]] | None]) -> None:
+    while (item := calls.get()) is not None:
+        call, result = item
+        try:
+            call()
+        except BaseException as error:
+            result.set_exception(error)
+        else:
+            result.set_result(None)
+        del item, call, result  # they keep tensors alive
 
 
 def _check(is_aborted: Callable[[], bool]) -> None:

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from elastic_ddp import torch_internals
 from elastic_ddp.distributed import nccl
 from elastic_ddp.distributed.assignment import Assignment
-from elastic_ddp.distributed.gloo_waits import wait_for_collective, wait_for_messages
+from elastic_ddp.distributed.gloo_waits import MessageWaits, wait_for_collective
 from elastic_ddp.distributed.sockets import Socket, shut_down, tcp_sockets
 from elastic_ddp.distributed.torch_store import StoreConnection
 from elastic_ddp.errors import PeerFailedError, text_of
@@ -71,6 +71,7 @@ class ProcessGroup:
     """The backends of CUDA tensors, from the end of `form` until the group is aborted."""
     _count: Callable[[], int] | None = field(default=None, repr=False)
     """Counts the collectives that this rank has begun, from the end of `form` until the group is closed."""
+    _waits: MessageWaits = field(default_factory=MessageWaits, repr=False)
 
     @property
     def rank(self) -> int:
@@ -210,6 +211,7 @@ class ProcessGroup:
         `intact`: all ranks passed a barrier and close the group too. Otherwise `abort` ends the peers' collectives.
         """
         self._count = None
+        self._waits.close()
         if not dist.is_initialized():
             return
         if not intact:
@@ -288,8 +290,13 @@ class ProcessGroup:
         Raises:
             Exception: a peer failed; see `is_peer_failure`.
         """
+
+        def wait() -> None:
+            for message in messages:
+                message.wait(self._timeout)
+
         if messages:
-            wait_for_messages(messages, self._timeout, lambda: self.aborted)
+            self._waits.wait(wait, lambda: self.aborted)
 
     def broadcast_bytes(self, data: bytes | None, source: int = 0) -> bytes:
         """Returns the bytes of rank `source` on every rank. Collective; other ranks pass None."""
