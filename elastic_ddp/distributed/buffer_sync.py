@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -129,6 +130,23 @@ def _differ(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     return (ravel(left).view(integer) != ravel(right).view(integer)).any()
 
 
+class _Place(NamedTuple):
+    """A buffer with values, found by owner and key: a forward may change it in place, or assign another tensor."""
+
+    owner: torch.nn.Module
+    key: str
+    buffer: torch.Tensor
+    start: torch.Tensor
+    """Its values when the step began."""
+    name: str
+    """Its full name in the model."""
+    rule: str | None
+
+    def current(self) -> torch.Tensor | None:
+        """Returns the tensor that is registered now."""
+        return buffers_of(self.owner).get(self.key)
+
+
 class StepBuffers:
     """The buffers of a model during a step. `rules` come from `run.prepare(model, buffers=...)`."""
 
@@ -141,20 +159,17 @@ class StepBuffers:
         """Begins a step: saves the values that every micro-batch starts from. `modules` are all of the model's."""
         self._modules = modules_of(self._module) if modules is None else modules
         registered = self._registered()
-        self._empty = [(owner, name) for owner, name, buffer in registered if buffer is None or not buffer.numel()]
         rules = self._check_known(registered)
         self._is_checked = False  # whether `_check_known` ran after a forward of this step
-        places = [(owner, name, buffer) for owner, name, buffer in registered if buffer is not None and buffer.numel()]
-        # By owner and name: a forward may change a buffer in place, or assign another tensor.
-        order = (MEAN, SUM, FIRST, None)
-        self._places = sorted(places, key=lambda place: order.index(rules[id(place[0]), place[1]][1]))
-        self._names = [rules[id(owner), name][0] for owner, name, _ in self._places]
-        self._rule_of = [rules[id(owner), name][1] for owner, name, _ in self._places]
-        buffers = [buffer for _, _, buffer in self._places]
-        num_combined = sum(rule in (MEAN, SUM) for rule in self._rule_of)
-        self._combined = buffers[:num_combined]
-        self._first = buffers[num_combined : num_combined + self._rule_of.count(FIRST)]
-        self._start = [buffer.clone() for buffer in buffers]
+        self._empty = [(owner, key) for owner, key, buffer in registered if buffer is None or not buffer.numel()]
+        places = [
+            _Place(owner, key, buffer, buffer.clone(), *rules[id(owner), key])
+            for owner, key, buffer in registered
+            if buffer is not None and buffer.numel()
+        ]
+        self._combined = [place for rule in (MEAN, SUM) for place in places if place.rule == rule]
+        self._first = [place for place in places if place.rule == FIRST]
+        self._places = [*self._combined, *self._first, *(place for place in places if place.rule is None)]
         self._first_end: list[torch.Tensor] | None = None
         self._sums: dict[Node, Changes] = {}
         self.changed = False  # whether any micro-batch so far changed any buffer
@@ -173,15 +188,19 @@ class StepBuffers:
             self.changed = self.changed or any(changed)
             deltas: Changes = [
                 # inf - inf is NaN, but an unchanged infinity is no change.
-                torch.where(end == start, torch.zeros_like(end), (end - start) * (weight if rule == MEAN else 1))
+                torch.where(
+                    end == place.start,
+                    torch.zeros_like(end),
+                    (end - place.start) * (weight if place.rule == MEAN else 1),
+                )
                 if touched
                 else None
-                for end, start, rule, touched in zip(ends, self._start, self._rule_of, changed, strict=True)
-            ][: len(self._combined)]
+                for place, end, touched in zip(self._combined, ends, changed, strict=False)
+            ]
             fold_in(self._sums, Node(0, micro_batch), deltas, _add)
             if micro_batch == 0:
-                end_of_first = len(self._combined) + len(self._first)
-                self._first_end = [end.clone() for end in ends[len(self._combined) : end_of_first]]
+                after = ends[len(self._combined) :]
+                self._first_end = [end.clone() for _, end in zip(self._first, after, strict=False)]
         self._restore(changed)
 
     def end_evaluated_batch(self) -> None:
@@ -192,14 +211,12 @@ class StepBuffers:
 
     def check_untouched(self) -> None:
         """Raises a ConfigError if a buffer changed since the step began, or since its last micro-batch ended."""
-        counts = zip(self._count_changes(), self._versions, strict=True)
-        touched = [index for index, (now, then) in enumerate(counts) if now != then]
         changed = []
-        for index in touched:  # an evaluation restores what it changes
-            owner, name, _ = self._places[index]
-            now = buffers_of(owner).get(name)
-            if now is None or now.shape != self._start[index].shape or bool(_differ(now, self._start[index])):
-                changed.append(self._names[index])
+        for place, count, before in zip(self._places, self._count_changes(), self._versions, strict=True):
+            if count != before:  # an evaluation restores what it changes
+                now = place.current()
+                if now is None or now.shape != place.start.shape or bool(_differ(now, place.start)):
+                    changed.append(place.name)
         if changed:
             raise ConfigError(
                 f"buffers changed in the step before step.optimize(), and not in a forward: {shorten(changed, 5)}. "
@@ -219,27 +236,30 @@ class StepBuffers:
             self._modules = modules_of(self._module)  # it may have created some
             self._check_known(self._registered())
             self._is_checked = True
-        if not self._start:
+        ends = []
+        for place in self._places:
+            now = place.current()
+            end = place.start if now is None else now.detach()
+            if end.shape != place.start.shape:
+                problem = f"changed its shape from {tuple(place.start.shape)} to {tuple(end.shape)} in a forward"
+                raise _buffer_error(place.owner, place.key, problem)
+            ends.append(end)
+        if not ends:
             return [], []
-        current = [buffers_of(owner)[name] for owner, name, _ in self._places]
-        ends = [start if now is None else now.detach() for now, start in zip(current, self._start, strict=True)]
-        for (owner, name, _), end, start in zip(self._places, ends, self._start, strict=True):
-            if end.shape != start.shape:
-                problem = f"changed its shape from {tuple(start.shape)} to {tuple(end.shape)} in a forward"
-                raise _buffer_error(owner, name, problem)
         # One transfer from the device for all buffers.
-        return ends, torch.stack([_differ(end, start) for end, start in zip(ends, self._start, strict=True)]).tolist()
+        differ = [_differ(end, place.start) for end, place in zip(ends, self._places, strict=True)]
+        return ends, torch.stack(differ).tolist()
 
     def _check_rules(self, changed: list[bool], error: Callable[[list[str]], ConfigError] = changed_error) -> None:
         """Raises a ConfigError if a buffer changed that has no rule."""
-        places = zip(self._names, self._rule_of, changed, strict=True) if changed else ()
-        names = [name for name, rule, touched in places if touched and rule is None]
+        places = zip(self._places, changed, strict=True)
+        names = [place.name for place, touched in places if touched and place.rule is None]
         if names:
             raise error(names)
 
     def _count_changes(self) -> list[tuple[int, int]]:
         """Returns what differs for each buffer after it was changed in place or replaced."""
-        current = [buffers_of(owner).get(name) for owner, name, _ in self._places]
+        current = [place.current() for place in self._places]
         return [(id(buffer), 0 if buffer is None else version(buffer)) for buffer in current]
 
     def _registered(self) -> list[tuple[torch.nn.Module, str, torch.Tensor | None]]:
@@ -263,10 +283,10 @@ class StepBuffers:
         self._restore([True] * len(self._places))
 
     def _restore(self, changed: list[bool]) -> None:
-        for (owner, name, buffer), start, touched in zip(self._places, self._start, changed, strict=True):
-            buffers_of(owner)[name] = buffer
+        for place, touched in zip(self._places, changed, strict=True):
+            buffers_of(place.owner)[place.key] = place.buffer
             if touched:
-                buffer.copy_(start)
+                place.buffer.copy_(place.start)
         self._versions = self._count_changes()
 
     def combine(self, ranges: list[range], num_leaves: int, divisor: float, group: ProcessGroup) -> None:
@@ -277,27 +297,27 @@ class StepBuffers:
         sums = self._sums
         if group.world_size > 1:
             sums = self._gather_sums(ranges, num_leaves, group)
-            self._first_end = self._first_end or [torch.empty_like(buffer) for buffer in self._first]
+            self._first_end = self._first_end or [torch.empty_like(place.buffer) for place in self._first]
             for end in self._first_end:
                 raw = end.contiguous()
                 # Rank 0 has micro-batch 0. As bytes, because gloo does not support every dtype.
                 group.wait(dist.broadcast(ravel(raw).view(torch.uint8), 0, async_op=True))
                 end.copy_(raw)
         total: Changes = fold_to_root(sums, num_leaves, _add)
-        for buffer, start, rule, delta in zip(self._combined, self._start, self._rule_of, total, strict=False):
+        for place, delta in zip(self._combined, total, strict=False):
             if delta is not None:
-                change = delta / divisor if rule == MEAN else delta
-                buffer.copy_(torch.where(delta == 0, start, start + change))
-        for buffer, end in zip(self._first, self._first_end or [], strict=True):
-            buffer.copy_(end)
+                change = delta / divisor if place.rule == MEAN else delta
+                place.buffer.copy_(torch.where(delta == 0, place.start, place.start + change))
+        for place, end in zip(self._first, self._first_end or [], strict=True):
+            place.buffer.copy_(end)
 
     def _gather_sums(self, ranges: list[range], num_leaves: int, group: ProcessGroup) -> dict[Node, Changes]:
         """Returns the subtree sums of all ranks, on every rank. Buffers are small, so each rank adds all of them up."""
         subtrees = [maximal_subtrees(with_rows(owned, num_leaves)) for owned in ranges]
         most = max(map(len, subtrees))
         sums: dict[Node, Changes] = {node: [] for nodes in subtrees for node in nodes}
-        for position, buffer in enumerate(self._combined):
-            own = buffer.new_zeros(most, buffer.numel())
+        for position, place in enumerate(self._combined):
+            own = place.buffer.new_zeros(most, place.buffer.numel())
             for row, node in enumerate(subtrees[group.rank]):
                 change = self._sums[node][position]
                 if change is not None:
@@ -305,7 +325,7 @@ class StepBuffers:
             gathered = group.all_gather(own)
             for rank, nodes in enumerate(subtrees):
                 for row, node in enumerate(nodes):
-                    sums[node].append(gathered[rank, row].view_as(buffer))
+                    sums[node].append(gathered[rank, row].view_as(place.buffer))
         return sums
 
 
