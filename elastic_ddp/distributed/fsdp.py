@@ -39,7 +39,7 @@ from elastic_ddp.distributed.reduction_tree import Node, dealt_micro_batches, fo
 from elastic_ddp.distributed.row_norm import infinite_unless_finite, row_norm
 from elastic_ddp.distributed.state_transfer import transfer_tensors
 from elastic_ddp.distributed.strategy import Strategy, ignore, unused_parameters_error
-from elastic_ddp.errors import ConfigError
+from elastic_ddp.errors import ConfigError, shorten
 from elastic_ddp.tensors.dtensor import shard_of
 from elastic_ddp.tensors.host_memory import free_bytes
 from elastic_ddp.tensors.state_tree import Layout, local_part
@@ -263,6 +263,13 @@ class FSDPStrategy(Strategy):
             unused = [name for name, parameter in self.trained.items() if parameter.grad is None]
             if unused:
                 raise unused_parameters_error(unused, _USE_IN_ALL)
+            left = [name for name, parameter in self._gathered.items() if parameter.grad is not None]
+            if left:
+                raise ConfigError(
+                    f"a backward left gradients of {shorten(left, 5)} that are not reduced. Reentrant activation "
+                    "checkpoints do that if a forward calls an FSDP unit more than once: use "
+                    "checkpoint(..., use_reentrant=False)."
+                )
             if self._group.world_size == 1:
                 self._fold_alone()
             else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
@@ -28,6 +29,11 @@ class Branches(torch.nn.Module):
             if name in wanted:
                 x = y
         return x
+
+
+class CalledTwice(Branches):
+    def forward(self, x: torch.Tensor, wanted: str) -> torch.Tensor:
+        return super().forward(super().forward(x, wanted), wanted)
 
 
 def _error_of(group: ProcessGroup, model: torch.nn.Module, wanted: list[str]) -> str:
@@ -64,6 +70,16 @@ def test_a_loss_that_does_not_depend_on_all_trained_parameters_raises() -> None:
     for errors, differs in ((first_rank, b), (second_rank, a)):
         for error, expected in zip(errors, ["", differs, b, b, "", b], strict=True):
             assert error.startswith(expected) if expected else not error, (error, expected)
+
+
+def _error_of_reentrant_checkpoints(group: ProcessGroup) -> str:
+    return _error_of(group, CalledTwice(is_reentrant=True), ["ab"] * 4)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_gradients_that_a_reentrant_checkpoint_leaves_behind_raise_in_the_first_backward(world_size: int) -> None:
+    for error in run_ranks(world_size, _error_of_reentrant_checkpoints):
+        assert error.startswith("a backward left gradients of a.scale") and "use_reentrant=False" in error, error
 
 
 def _error_on_one_rank(group: ProcessGroup) -> str:
