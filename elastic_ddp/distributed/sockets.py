@@ -70,18 +70,18 @@ def exempt(connection: socket.socket) -> None:
     _exempt.add(os.fstat(connection.fileno()).st_ino)
 
 
-def keep_alive(sockets: Iterable[Socket], *, idle_s: int, unacknowledged_s: int) -> None:
+def keep_alive(sockets: Iterable[Socket]) -> None:
     """Turns on TCP keepalive for connections that may be idle for a long time, so that firewalls keep them.
 
-    The kernel probes the peer after `idle_s` without traffic, and closes the connection after `unacknowledged_s`
-    without an acknowledgement. A socket that another thread has closed meanwhile is left out.
+    The kernel probes the peer after 60 s without traffic, and closes the connection after 5 s without an
+    acknowledgement. A socket that another thread has closed meanwhile is left out.
     """
     for key in sockets:
         with suppress(OSError), _opened(key) as connection:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, idle_s)
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, idle_s)
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, unacknowledged_s * 1000)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 60)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 60)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 5_000)
 
 
 @contextmanager

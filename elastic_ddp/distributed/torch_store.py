@@ -22,7 +22,6 @@ FORMING_CONNECT_S = 7.0
 """Timeout for connecting while a generation forms. It outlasts one lost answer of a name server (5 s). It is short
 because the rendezvous process, which hosts the store, may restart at another address."""
 _RETRY_DELAY_S = 0.1
-_IDLE_S, _UNACKNOWLEDGED_S = 60, 5
 
 
 class StoreConnection:
@@ -72,7 +71,7 @@ class StoreConnection:
             self._store = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
             self._address = host, port
             self.sockets = connections(port) - before
-            keep_alive(self.sockets, idle_s=_IDLE_S, unacknowledged_s=_UNACKNOWLEDGED_S)
+            keep_alive(self.sockets)
         return self._store
 
     def drop(self) -> None:
