@@ -7,6 +7,7 @@ import multiprocessing
 import threading
 import traceback
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from multiprocessing.connection import wait
 from typing import Any
@@ -86,6 +87,12 @@ def _results(answers: dict[Any, int]) -> list[Any]:
                 errors.append(f"rank {rank}: {error}")
     assert not errors, "\n".join(errors)
     return [by_rank[rank] for rank in sorted(by_rank)]
+
+
+def form(group: ProcessGroup, generation: int, timeout_s: float = 60, **options: Any) -> ProcessGroup:
+    """Forms the group of another generation with the connection of a closed group."""
+    assignment = replace(group.assignment, generation=generation)
+    return ProcessGroup.form(assignment, store=group.store, device=CPU, timeout_s=timeout_s, **options)
 
 
 def abort_when(group: ProcessGroup, key: str) -> None:

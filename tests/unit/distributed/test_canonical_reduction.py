@@ -7,7 +7,6 @@ import gc
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from elastic_ddp.distributed import canonical_reduction
 from elastic_ddp.distributed.ddp import DDPStrategy
 from elastic_ddp.distributed.prepared_model import PreparedModel
 from elastic_ddp.distributed.process_group import ProcessGroup, is_peer_failure
-from tests.ranks import run_ranks
+from tests.ranks import form, run_ranks
 
 MICRO_BATCHES, MICRO_BATCH_SIZE = 12, 4
 FULL = [MICRO_BATCH_SIZE] * MICRO_BATCHES
@@ -120,9 +119,7 @@ def fail_in_every_collective(group: ProcessGroup) -> list[tuple[str, bool, float
     """Rank 2 fails in each collective of the reduction. Returns errors, whether they are peer failures, and seconds."""
     errors = []
     for number, collective in enumerate(("all_to_all_single", "all_gather_single"), start=2):
-        group = ProcessGroup.form(
-            replace(group.assignment, generation=number), store=group.store, device=CPU, timeout_s=60
-        )
+        group = form(group, number)
         trained = Trained(group, MANY_BUCKETS)
         trained.step(FULL)
         module: Any = dist if collective == "all_to_all_single" else canonical_reduction

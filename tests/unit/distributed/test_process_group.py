@@ -9,7 +9,6 @@ import socket
 import threading
 import time
 import weakref
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -20,15 +19,9 @@ from elastic_ddp.distributed import nccl, process_group
 from elastic_ddp.distributed.process_group import ProcessGroup, is_peer_failure
 from elastic_ddp.distributed.state_transfer import begin_transfer
 from elastic_ddp.rendezvous.standby import process_state
-from tests.ranks import abort_when, run_ranks, set_key, single_rank_group
+from tests.ranks import abort_when, form, run_ranks, set_key, single_rank_group
 
 CPU = torch.device("cpu")
-
-
-def form(group: ProcessGroup, generation: int, timeout_s: float = 60, **options: Any) -> ProcessGroup:
-    """Forms the group of another generation with the connection of a closed group."""
-    assignment = replace(group.assignment, generation=generation)
-    return ProcessGroup.form(assignment, store=group.store, device=CPU, timeout_s=timeout_s, **options)
 
 
 def form_after_a_failure(group: ProcessGroup) -> str:

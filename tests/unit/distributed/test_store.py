@@ -7,7 +7,6 @@ import socket
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,7 +18,7 @@ from elastic_ddp.distributed.process_group import ProcessGroup, is_peer_failure
 from elastic_ddp.distributed.sockets import choose_interface, shut_down, use_interface_of
 from elastic_ddp.distributed.torch_store import StoreConnection, StoreMailbox
 from elastic_ddp.errors import PeerFailedError
-from tests.ranks import empty_store, run_ranks
+from tests.ranks import empty_store, form, run_ranks
 
 HOST = "127.0.0.1"
 CPU = torch.device("cpu")
@@ -118,7 +117,6 @@ def go_through_generations(group: ProcessGroup) -> list[bool]:
     kept = []
     for number in range(2, 6):
         sockets = group.store.sockets
-        assignment = replace(group.assignment, generation=number)
         if number == 2:
             group.barrier()
             group.close(intact=True)
@@ -126,11 +124,9 @@ def go_through_generations(group: ProcessGroup) -> list[bool]:
             group.close(intact=False)
         if number == 4:
             with pytest.raises((PeerFailedError, dist.DistError)):
-                ProcessGroup.form(
-                    assignment, store=group.store, device=CPU, timeout_s=60, on_forming=ProcessGroup.abort
-                )
+                form(group, number, on_forming=ProcessGroup.abort)
         else:
-            group = ProcessGroup.form(assignment, store=group.store, device=CPU, timeout_s=60)
+            group = form(group, number)
         kept.append(group.store.sockets == sockets)
     return kept
 
