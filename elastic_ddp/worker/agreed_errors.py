@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TypeVar
 
 from elastic_ddp.distributed.process_group import ProcessGroup
@@ -29,8 +31,19 @@ def agree_on_error(error: Exception | None, group: ProcessGroup, data: bytes = b
     for kind in KINDS:
         for name, text in answers:
             if name.decode() == kind.__name__:
-                raise kind(text.decode())
+                raise kind(text.decode()) from None
     return [text for _, text in answers]
+
+
+@contextmanager
+def errors_on_all_ranks(group: ProcessGroup) -> Iterator[None]:
+    """A block that every rank enters. If some rank raises one of `KINDS` in it, every rank raises the same error."""
+    error: Exception | None = None
+    try:
+        yield
+    except KINDS as raised:
+        error = without_traceback(raised)
+    agree_on_error(error, group)
 
 
 def without_traceback(error: E) -> E:

@@ -12,8 +12,6 @@ from itertools import zip_longest
 from typing import Any, Literal
 
 import torch
-from pydantic import ConfigDict
-from pydantic.dataclasses import dataclass as validated
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from elastic_ddp import torch_internals
@@ -22,15 +20,13 @@ from elastic_ddp.tensors.state_tree import flatten, unflatten
 
 Every = Literal["step", "epoch"]
 """When `Step.optimize` steps a scheduler."""
-PREPARED = "prepared"
-"""The component of a state that holds a `Prepared`."""
 _DERIVED = frozenset({"base_lrs", "_last_lr"})
 """State of a scheduler that repeats settings of its optimizer."""
 _SCHEDULED = frozenset({"lr", "momentum", "betas"})
 """Settings of an optimizer that schedulers change."""
 
 
-@validated(frozen=True, config=ConfigDict(strict=True, extra="forbid"))
+@dataclass(frozen=True)
 class Prepared:
     """Hyperparameters as the code of a session sets them.
 
@@ -45,14 +41,6 @@ class Prepared:
     scheduler: dict[str, dict[str, Any]]
     kind: dict[str, str]
     every: dict[str, Every | None]
-
-    @classmethod
-    def of(cls, saved: Any) -> Prepared:
-        """Returns the hyperparameters in a state. Raises CheckpointError if they are invalid."""
-        try:
-            return cls(**saved)
-        except (TypeError, ValueError) as error:
-            raise invalid(error) from error
 
 
 @dataclass(frozen=True)
@@ -80,6 +68,20 @@ def record(
         kind={key: type(scheduler).__name__ for key, scheduler in schedulers.items()},
         every=dict(zip_longest(schedulers, every)),
     )
+
+
+def check_schedulers(then: Prepared, now: Prepared) -> None:
+    """Raises a CheckpointError if a scheduler of the code, `now`, is another one than in the commit."""
+    for key in now.kind:
+        before, after = (
+            f"a {each.kind[key]} with every={each.every[key]!r}" if key in each.kind else "missing"
+            for each in (then, now)
+        )
+        if before != after:
+            raise CheckpointError(
+                f"scheduler {key} is {before} in the commit, and {after} in the code. Restore it, or use another name; "
+                "run.load_weights can start that run from this run's weights."
+            )
 
 
 def compare(
@@ -131,14 +133,6 @@ def steps_taken(scheduler: LRScheduler) -> int:
     if hasattr(scheduler, "last_epoch"):
         return scheduler.last_epoch
     return max(map(steps_taken, torch_internals.inner_schedulers(scheduler)), default=0)
-
-
-def invalid(error: Exception) -> CheckpointError:
-    """Returns the error for hyperparameters of a commit that cannot be used."""
-    return CheckpointError(
-        f"the commit's hyperparameters are invalid: {error}. Remove the commit; the run then resumes from the one "
-        "before."
-    )
 
 
 def _move(schedulers: Sequence[tuple[LRScheduler, Mapping[str, Any]]]) -> None:

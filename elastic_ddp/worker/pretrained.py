@@ -14,14 +14,14 @@ import torch
 from elastic_ddp.checkpoint import Commit, CommitCatalog
 from elastic_ddp.checkpoint.reader import build_state, meta_tensors
 from elastic_ddp.distributed.shard_moves import rows_of
-from elastic_ddp.errors import CheckpointError, ConfigError, StorageError, shorten
+from elastic_ddp.errors import CheckpointError, ConfigError, shorten
 from elastic_ddp.storage.storage import Storage
 from elastic_ddp.storage.watchdog import WatchedStorage
 from elastic_ddp.telemetry.event import Event
 from elastic_ddp.telemetry.events import CommitRejected, WeightsLoaded
 from elastic_ddp.tensors.dtensor import is_dtensor, shard_of
 from elastic_ddp.tensors.state_tree import dtype_name
-from elastic_ddp.worker.agreed_errors import agree_on_error, without_traceback
+from elastic_ddp.worker.agreed_errors import errors_on_all_ranks
 from elastic_ddp.worker.job import COMMITS
 from elastic_ddp.worker.model_state import PARAMETERS, left_out, load_weights
 from elastic_ddp.worker.restore import first_usable
@@ -83,40 +83,50 @@ class PretrainedWeights:
             CheckpointError: no commit is usable, or a file is damaged.
             StorageError: the storage failed.
         """
-        error: Exception | None = None
-        found = b""
+        found: list[Any] | None = None
+        with errors_on_all_ranks(group):
+            if group.rank == 0:
+                found = self._find_files()
+        found = json.loads(group.broadcast_bytes(json.dumps(found).encode() if group.rank == 0 else None))
+        if found is None:
+            step, fit = self._load_commit(module, group, record, activity, layout)
+        else:
+            step, fit = None, None
+            with errors_on_all_ranks(group):
+                if layout is not None or group.rank == 0:
+                    files = WeightFiles(WatchedStorage(Storage(found[0])), found[1])
+                    fit = self._load_files(files, module, group, activity, layout)
+        if fit is None:
+            return []
         if group.rank == 0:
-            try:
-                files = WeightFiles.find(self.uri)
-                if files is not None and self.step is not None:
-                    raise ConfigError(
-                        f"run.load_weights: step={self.step} is for the commits of a run, and {self.uri} is none."
-                    )
-                found = b"" if files is None else json.dumps([files.storage.uri, files.names]).encode()
-            except (CheckpointError, ConfigError, StorageError) as raised:
-                error = without_traceback(raised)
-        if not (found := agree_on_error(error, group, found)[0]):
-            return self._load_commit(module, group, record, activity, layout)
-        matching: list[str] = []
-        if layout is not None or group.rank == 0:
-            folder, names = json.loads(found)
-            try:
-                files = WeightFiles(WatchedStorage(Storage(folder)), names)
-                matching = self._load_files(files, module, group, record, activity, layout)
-            except (CheckpointError, ConfigError, StorageError) as raised:
-                error = without_traceback(raised)
-        agree_on_error(error, group)
-        return matching
+            missing, unexpected, converted = fit.missing, fit.unexpected, fit.converted
+            record(WeightsLoaded(uri=self.uri, step=step, missing=missing, unexpected=unexpected, converted=converted))
+            differences = {"missing": missing, "unexpected": unexpected, "converted": converted}
+            texts = [f"{len(names)} {kind}: {shorten(names)}" for kind, names in differences.items() if names]
+            if texts:
+                source = self.uri if step is None else f"step {step} in {self.uri}"
+                _log.warning("loaded the weights of %s with differences: %s", source, "; ".join(texts))
+        return fit.matching
+
+    def _find_files(self) -> list[Any] | None:
+        """Returns the folder and the names of the files; None if the weights are in commits."""
+        files = WeightFiles.find(self.uri)
+        if files is None:
+            return None
+        if self.step is not None:
+            raise ConfigError(
+                f"run.load_weights: step={self.step} is for the commits of a run, and {self.uri} is none."
+            )
+        return [files.storage.uri, files.names]
 
     def _load_files(
         self,
         files: WeightFiles,
         module: torch.nn.Module,
         group: ProcessGroup,
-        record: Callable[[Event], None],
         activity: Activity,
         layout: Layout | None,
-    ) -> list[str]:
+    ) -> Fit:
         """Loads this rank's part of the weights in files."""
         with activity.within("hand-over", files.storage.worked_s), files.opened(activity.tick) as stored:
             renamed = rename(stored, self.key_mapping)
@@ -131,9 +141,7 @@ class PretrainedWeights:
                 elif group.rank == 0:
                     weights[name] = renamed[name].whole()
             load_weights(module, weights)
-        if group.rank == 0:
-            self._report(None, fit, [], record)
-        return fit.matching
+        return fit
 
     def _load_commit(
         self,
@@ -142,49 +150,36 @@ class PretrainedWeights:
         record: Callable[[Event], None],
         activity: Activity,
         layout: Layout | None,
-    ) -> list[str]:
+    ) -> tuple[int, Fit]:
+        """Loads the weights in a commit. Returns its step, and how they fit."""
         storage = WatchedStorage(Storage(self.uri).at(COMMITS))
-        store = CommitCatalog(storage)
+
+        def record_rejected(key: str, reason: str) -> None:
+            record(CommitRejected(key=f"{self.uri}/{COMMITS}/{key}", reason=reason))
+
+        store = CommitCatalog(storage, record_rejected)
         fits: dict[int, Fit] = {}
 
         def read(commit: Commit, skeleton: bytes) -> dict[str, Any]:
-            error: Exception | None = None
+            components = _components(commit)
             targets: dict[str, torch.Tensor | None] = {}
-            try:
-                saved = _meta_weights(commit, skeleton)
+            with errors_on_all_ranks(group):
+                saved = _weights(build_state(skeleton, meta_tensors(commit, components), components))
                 fits[commit.step] = Fit.of(module, rename(saved, self.key_mapping), "commit")
                 fits[commit.step].check(f"step {commit.step} in {self.uri}", strict=self.strict)
                 for new, name in rename({name: name for name in saved}, self.key_mapping).items():
-                    for component in _components(commit) if layout is not None else ():
+                    for component in components if layout is not None else ():
                         targets[f"{component}.{name}"] = layout(f"{component}.{new}")  # type: ignore[misc]
-            except ConfigError as raised:
-                error = without_traceback(raised)
-            agree_on_error(error, group)
-            options: dict[str, Any] = {"components": _components(commit), "layout": targets.get}
-            return read_shared(commit, skeleton, storage, group, **options, tick=activity.tick)
+            return read_shared(
+                commit, skeleton, storage, group, components=components, layout=targets.get, tick=activity.tick
+            )
 
         with activity.within("hand-over", storage.worked_s):
             usable = first_usable(store, self._candidates(store), group, read)
         assert usable is not None, "the candidates end in an error"
         commit, state = usable
-        weights = _weights(state)
-        load_weights(module, weights if self.key_mapping is None else rename(weights, self.key_mapping))
-        if group.rank == 0:
-            self._report(commit.step, fits[commit.step], store.rejected, record)
-        return fits[commit.step].matching
-
-    def _report(
-        self, step: int | None, fit: Fit, rejected: list[tuple[str, str]], record: Callable[[Event], None]
-    ) -> None:
-        for key, reason in rejected:
-            record(CommitRejected(key=f"{self.uri}/{COMMITS}/{key}", reason=reason))
-        missing, unexpected, converted = fit.missing, fit.unexpected, fit.converted
-        record(WeightsLoaded(uri=self.uri, step=step, missing=missing, unexpected=unexpected, converted=converted))
-        differences = {"missing": missing, "unexpected": unexpected, "converted": converted}
-        if any(differences.values()):
-            text = "; ".join(f"{len(names)} {kind}: {shorten(names)}" for kind, names in differences.items() if names)
-            source = self.uri if step is None else f"step {step} in {self.uri}"
-            _log.warning("loaded the weights of %s with differences: %s", source, text)
+        load_weights(module, rename(_weights(state), self.key_mapping))
+        return commit.step, fits[commit.step]
 
     def _candidates(self, store: CommitCatalog) -> Iterator[Commit]:
         """Yields the commits to try, and raises an error when there are no more."""
@@ -201,12 +196,6 @@ class PretrainedWeights:
             f"run.load_weights: {self.uri} has no commit. Give the folder of a run, <storage>/<name>; a weights file "
             f"({', '.join(SUFFIXES)}); or a folder with {SINGLE} or {INDEX}."
         )
-
-
-def _meta_weights(commit: Commit, skeleton: bytes) -> dict[str, Any]:
-    """Returns the weights of a commit without their values."""
-    components = _components(commit)
-    return _weights(build_state(skeleton, meta_tensors(commit, components), components))
 
 
 def _components(commit: Commit) -> set[str]:

@@ -8,10 +8,10 @@ from typing import Any
 
 from elastic_ddp.checkpoint import Commit, CommitCatalog
 from elastic_ddp.distributed.process_group import ProcessGroup
-from elastic_ddp.errors import CheckpointError, ConfigError, PeerFailedError, StorageError
+from elastic_ddp.errors import CheckpointError, PeerFailedError
 from elastic_ddp.storage.storage import Storage
 from elastic_ddp.tensors.state_tree import Layout
-from elastic_ddp.worker.agreed_errors import agree_on_error, without_traceback
+from elastic_ddp.worker.agreed_errors import errors_on_all_ranks
 from elastic_ddp.worker.shared_read import read_shared
 
 
@@ -91,13 +91,9 @@ def _next_candidate(
 ) -> tuple[Commit, bytes] | None:
     """Returns rank 0's next complete commit and its skeleton, on every rank, from the bytes that rank 0 read."""
     candidate: tuple[Commit, bytes] | None = None
-    error: Exception | None = None
-    if group.rank == 0:
-        try:
+    with errors_on_all_ranks(group):
+        if group.rank == 0:
             candidate = _next_complete(store, candidates, check_same_run)
-        except (ConfigError, StorageError) as raised:
-            error = without_traceback(raised)
-    agree_on_error(error, group)
     if group.rank == 0:
         for data in (b"",) if candidate is None else (candidate[0].key.encode(), candidate[0].to_bytes(), candidate[1]):
             group.broadcast_bytes(data)

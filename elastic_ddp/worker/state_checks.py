@@ -240,14 +240,12 @@ def check_saved_optimizer(optimizer: torch.optim.Optimizer, saved: Mapping[str, 
 
 
 def check_saved_scheduler(scheduler: torch.optim.lr_scheduler.LRScheduler, saved: Mapping[str, Any]) -> None:
-    """Raises a CheckpointError if the state has keys that are no state of the scheduler.
+    """Raises a CheckpointError if a scheduler of torch, or one inside it, does not have the keys of the state.
 
-    Schedulers set every key as an attribute, also in place of their methods.
+    `load_state_dict` would set them as attributes. Users' schedulers may add attributes in `step`.
     """
-    own = set(scheduler.state_dict())
-    if not _is_from_torch(scheduler):  # may add attributes in `step`
-        own |= {name for name in saved if not hasattr(scheduler, name)}
-    _check_keys("scheduler", scheduler, saved, own)
+    if _is_from_torch(scheduler):
+        _check_keys("scheduler", scheduler, saved, scheduler.state_dict())
     schedulers, states = torch_internals.inner_schedulers(scheduler), torch_internals.inner_scheduler_states(saved)
     for inner, state in zip(schedulers, states, strict=False):
         check_saved_scheduler(inner, state)

@@ -11,13 +11,13 @@ from elastic_ddp.distributed.fsdp_units import device_of_shards
 from elastic_ddp.distributed.process_group import ProcessGroup
 from elastic_ddp.distributed.state_transfer import transfer_state
 from elastic_ddp.distributed.strategy import Strategy
-from elastic_ddp.errors import ConfigError
 from elastic_ddp.telemetry.events import HyperparametersDiffer, Warned
 from elastic_ddp.tensors.state_tree import Layout
-from elastic_ddp.worker.agreed_errors import agree_on_error, without_traceback
+from elastic_ddp.worker import hyperparameters
+from elastic_ddp.worker.agreed_errors import errors_on_all_ranks
 from elastic_ddp.worker.held_shards import NOTHING, HeldShards, move_shards, share_plain
+from elastic_ddp.worker.hyperparameters import Prepared
 from elastic_ddp.worker.mirror import Mirror, find_shortage
-from elastic_ddp.worker.resume import resume
 from elastic_ddp.worker.train_state import TrainState
 
 if TYPE_CHECKING:
@@ -78,12 +78,26 @@ def _shard_whole_state(inputs: GenerationInputs, group: ProcessGroup, strategy: 
 
 
 def _resume(inputs: GenerationInputs, group: ProcessGroup, make_layout: Callable[[], Layout | None]) -> bool:
-    """Loads the newest commit. Returns False if there is none."""
-    state = inputs.state
-    if (restored := inputs.restore(group, make_layout)) is None:
+    """Loads the newest commit, with the hyperparameters of the commit or of the code. Returns False if there is none.
+
+    Raises:
+        CheckpointError: as `load_state_dict`, or a scheduler is another one.
+        ConfigError: a changed scheduler cannot be moved to the run's position.
+    """
+    saved = inputs.restore(group, make_layout)
+    if saved is None:
         return False
-    used = inputs.job.config.checkpoint.hyperparameters
-    changes = resume(state, restored, use_code=used == "code")
+    state, used = inputs.state, inputs.job.config.checkpoint.hyperparameters
+    then, now = Prepared(**saved["prepared"]), state.prepared
+    assert now is not None, "recorded before the first step"
+    hyperparameters.check_schedulers(then, now)
+    state.load_state_dict(saved)
+    schedulers = state.all_schedulers()
+    changes = hyperparameters.compare(state.optimizers, schedulers, then, now)
+    if used == "code":
+        hyperparameters.use_code(state.optimizers, schedulers, then, now)
+        state.guard.count(state.schedulers)
+        state.prepared = now
     if changes and group.rank == 0:
         listed = [change.to_json() for change in changes]
         inputs.record(HyperparametersDiffer(step=state.position.step, changes=listed, used=used))
@@ -93,14 +107,12 @@ def _resume(inputs: GenerationInputs, group: ProcessGroup, make_layout: Callable
 def _load_initial_weights(state: TrainState, group: ProcessGroup, layout: Layout | None) -> None:
     """Loads the weights that a new run begins with, into the shards of each rank or on rank 0."""
     assert state.model is not None
-    first, error = state.model.first_weights, None
+    first = state.model.first_weights
     if state.load_initial_weights is not None:
         first.note_loaded(state.module, state.load_initial_weights(group, layout))
-    try:
-        first.check()
-    except ConfigError as raised:
-        error = without_traceback(raised)
-    agree_on_error(error if layout is not None or group.rank == 0 else None, group)
+    with errors_on_all_ranks(group):
+        if layout is not None or group.rank == 0:
+            first.check()
 
 
 def _move_shards(inputs: GenerationInputs, group: ProcessGroup, strategy: Strategy) -> None:
