@@ -189,7 +189,7 @@ def test_weights_that_are_missing_or_damaged_are_an_error_that_names_the_file(st
     torch.save([1, 2], tmp_path / "list.pt")
     torch.save({"epoch": 1, "config": {}}, tmp_path / "config.pt")
     (tmp_path / "bad").mkdir()
-    (tmp_path / "bad" / "model.safetensors.index.json").write_text('{"weight_map": {"a": "../x.safetensors"}}')
+    (tmp_path / "bad" / "model.safetensors.index.json").write_text('{"weights": {}}')
     for name, kind, message in [
         ("nowhere.safetensors", ConfigError, "does not exist on node"),
         ("my weights.pt", ConfigError, "does not exist on node"),
