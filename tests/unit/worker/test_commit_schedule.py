@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +14,7 @@ from elastic_ddp.checkpoint.interval import FIRST_INTERVAL_S
 from elastic_ddp.config.run_config import CheckpointConfig
 from elastic_ddp.worker.commit_schedule import MAX_SAVE_BACKOFF_S, SAVE_BACKOFF_S, CommitSchedule
 from elastic_ddp.worker.step import Step
-from tests.unit.commit_helpers import break_storage, checkpointer_of, delay_writes, newest_record, wait_for_saves
+from tests.unit.commit_helpers import checkpointer_of, delay_writes, newest_record, wait_for_saves
 from tests.unit.single_worker import PEER_FAILURE, NewRun, Place, client_of, train, train_and_count
 
 
@@ -93,6 +91,9 @@ def test_a_request_is_not_retried_during_the_backoff() -> None:
     assert case.schedule.should_commit(1)
     case.schedule.save_started(1)
     assert not case.schedule.should_commit(2), "the running save fulfills it"
+    case.requested = 2
+    assert case.schedule.should_commit(2) and not case.schedule.skip(2), "a later one waits for the end of that save"
+    case.requested = 1
     case.schedule.save_failed(counts=True, retry_at_once=False)
     assert not case.schedule.should_commit(3)
     case.now += SAVE_BACKOFF_S
@@ -139,10 +140,12 @@ def test_all_failed_workers_of_an_earlier_process_count_once_when_a_run_resumes(
 # In a run.
 
 
-def test_commits_come_every_so_many_steps(new_run: NewRun) -> None:
+def test_commits_come_every_so_many_steps_and_name_no_interval(new_run: NewRun, tmp_path: Path) -> None:
     run = new_run(steps=7, checkpoint={"every_steps": 3})
     train(run, wait_for_saves(run))
     assert client_of(run).steps_of("commit_succeeded") == [3, 6, 7]
+    assert {event["interval_s"] for event in client_of(run).events_of("commit_succeeded")} == {None}
+    assert not {"losses", "watched_s"} & newest_record(tmp_path).keys()
 
 
 def test_a_measured_interval_is_in_the_ledger_and_in_the_commit(new_run: NewRun, tmp_path: Path) -> None:
@@ -159,13 +162,6 @@ def test_a_measured_interval_is_in_the_ledger_and_in_the_commit(new_run: NewRun,
     assert commits[-1]["interval_s"] != FIRST_INTERVAL_S
     record = newest_record(tmp_path)
     assert record["losses"] == 0 and record["watched_s"] > 0
-
-
-def test_a_fixed_interval_is_neither_in_the_ledger_nor_in_the_commit(new_run: NewRun, tmp_path: Path) -> None:
-    run = new_run(checkpoint={"every_steps": 3})
-    train(run, wait_for_saves(run))
-    assert {event["interval_s"] for event in client_of(run).events_of("commit_succeeded")} == {None}
-    assert not {"losses", "watched_s"} & newest_record(tmp_path).keys()
 
 
 def test_a_resumed_run_keeps_the_failures_that_it_has_counted(new_run: NewRun) -> None:
@@ -211,21 +207,6 @@ def test_the_failure_of_all_workers_counts_for_those_that_resume(new_run: NewRun
     assert checkpointer_of(resumed).schedule.to_record()["losses"] == 1
 
 
-def test_storage_gets_longer_to_recover_after_each_failure_in_a_row(
-    new_run: NewRun, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run, backoffs, step_index = new_run(checkpoint={"every_steps": 1}), list[float](), [0]
-    break_storage(monkeypatch, lambda: step_index[0] in (0, 1, 3))
-
-    def note(step: Step) -> None:
-        step_index[0] = step.index
-        ends_at = checkpointer_of(run).schedule._backoff_ends_at
-        backoffs.append(max(0.0, ends_at - time.monotonic()))
-
-    train(run, wait_for_saves(run, note))
-    assert [round(backoff / SAVE_BACKOFF_S) for backoff in backoffs] == [0, 1, 2, 0, 1, 0]
-
-
 def test_a_commit_that_is_due_while_another_is_written_is_skipped(
     new_run: NewRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -261,45 +242,6 @@ def test_a_commit_that_replaces_one_of_a_failed_rank_0_is_not_skipped(
     assert client_of(run).steps_of("commit_succeeded") == [4, 7, 11, 12]
 
 
-Requests = list[tuple[int, int | None]]
-
-
-@pytest.fixture
-def commits_with_requests(
-    new_run: NewRun, monkeypatch: pytest.MonkeyPatch
-) -> Callable[[dict[str, Any], set[int]], tuple[Requests, list[int], dict[int, bool]]]:
-    """Requests commits in some steps while writes wait for step 4. Returns commits, skipped steps, and when one was
-    due."""
-
-    def run_with(settings: dict[str, Any], steps: set[int]) -> tuple[Requests, list[int], dict[int, bool]]:
-        run, due = new_run(checkpoint=settings), dict[int, bool]()
-        may_write = delay_writes(monkeypatch)
-
-        def in_step(step: Step) -> None:
-            due[step.index] = checkpointer_of(run).schedule.should_commit(step.index)
-            client_of(run).commit_requested += step.index in steps
-            if step.index == 4:
-                may_write.set()
-                checkpointer_of(run).close(60)
-
-        train(run, in_step)
-        commits = [(event["step"], event["request"]) for event in client_of(run).events_of("commit_succeeded")]
-        return commits, client_of(run).steps_of("commit_skipped"), due
-
-    return run_with
-
-
-def test_a_request_that_the_running_save_fulfills_is_not_due_again(commits_with_requests: Callable[..., Any]) -> None:
-    commits, skipped, due = commits_with_requests({}, {1, 3})
-    assert due == {0: False, 1: False, 2: False, 3: False, 4: True, 5: False}
-    assert commits[:2] == [(2, 1), (5, 2)] and skipped == []
-
-
-def test_a_requested_commit_is_not_skipped(commits_with_requests: Callable[..., Any]) -> None:
-    commits, skipped, _ = commits_with_requests({"every_steps": 2}, {3})
-    assert commits[:2] == [(2, None), (5, 1)] and skipped == []
-
-
 # When one node is left.
 
 
@@ -320,17 +262,10 @@ def test_a_state_that_is_left_on_one_node_is_committed_at_once() -> None:
     assert not case.schedule.should_commit(13), "it is committed"
 
 
-def test_a_run_that_has_one_node_commits_as_configured() -> None:
+@pytest.mark.parametrize("nodes", [(1, 1, 2, 3, 2), (2, 1, 2)], ids=["one node at first", "a node that joins in time"])
+def test_a_run_that_is_not_left_on_one_node_commits_as_configured(nodes: tuple[int, ...]) -> None:
     case = Scheduled({"every_seconds": 1000})
-    for num_nodes in (1, 1, 2, 3, 2):
-        case.schedule.generation_formed(num_nodes)
-        case.now += 10.0
-        assert not case.schedule.should_commit(5)
-
-
-def test_a_node_that_joins_in_time_makes_the_commit_unnecessary() -> None:
-    case = Scheduled({"every_seconds": 1000})
-    for num_nodes in (2, 1, 2):
+    for num_nodes in nodes:
         case.schedule.generation_formed(num_nodes)
     case.now += 10.0
     assert not case.schedule.should_commit(5)

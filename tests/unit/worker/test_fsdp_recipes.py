@@ -75,14 +75,12 @@ def init_llama(module: torch.nn.Module) -> None:
 
 def test_a_hugging_face_model_is_made_from_its_configuration_and_loaded_from_a_folder(tmp_path: Path) -> None:
     make, classes = partial(on_meta, Llama), ["LlamaDecoderLayer"]
-    first = trained(tmp_path / "first", 1, classes, make_model=make, param_init_fn=init_llama)
-    assert trained(tmp_path / "second", 2, classes, make_model=make, param_init_fn=init_llama) == first
     torch.manual_seed(3)
     LlamaForCausalLM(CONFIG).save_pretrained(tmp_path / "weights")
     options: dict[str, Any] = {"weights": tmp_path / "weights", "key_mapping": {"^": "llama."}}
     built = trained(tmp_path / "built", 1, classes, make_model=Llama, **options)
     loaded = trained(tmp_path / "loaded", 2, classes, make_model=make, param_init_fn=init_llama, **options)
-    assert loaded == built != first
+    assert loaded == built
 
 
 class LoRA(torch.nn.Module):

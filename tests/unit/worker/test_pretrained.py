@@ -51,15 +51,6 @@ def test_a_run_loads_the_weights_of_another_run(new_run: NewRun, trained: str) -
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
-def test_a_run_with_commits_of_its_own_resumes_from_them(new_run: NewRun, trained: str) -> None:
-    calm = train(new_run(folder="own"))
-    again = new_run(folder="own", steps=7)
-    prepared(again)
-    again.load_weights(trained)
-    assert [step.index for step in (next(iter(again.steps())),)] == [6]
-    assert calm["steps"] == 6
-
-
 def refused(run: Run, model: torch.nn.Module, uri: str, **options: Any) -> str:
     """The error of a run with this model that loads those weights."""
     prepared(run, model)
@@ -122,7 +113,7 @@ def test_loading_fails_without_a_model_or_a_commit(
         next(iter(another.steps()))
 
 
-def test_a_run_with_commits_does_not_need_the_other_run(new_run: NewRun, trained: str, tmp_path: Path) -> None:
+def test_a_run_with_commits_does_not_need_the_other_run(new_run: NewRun, tmp_path: Path) -> None:
     train(new_run(folder="own"))
     again = new_run(folder="own", steps=7)
     prepared(again)

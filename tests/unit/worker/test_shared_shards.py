@@ -16,10 +16,8 @@ from elastic_ddp.checkpoint.manifest import ALIGNMENT
 from elastic_ddp.checkpoint.pieces import MAX_PIECE_BYTES
 from elastic_ddp.distributed.process_group import ProcessGroup
 from elastic_ddp.storage.storage import Storage
-from elastic_ddp.worker import shared_read
 from elastic_ddp.worker.generation import strategy_of
 from elastic_ddp.worker.restore import restore
-from elastic_ddp.worker.shared_read import SharedPiece, plan_pieces
 from tests.ranks import run_ranks
 from tests.unit.checkpoint.test_fsdp_commits import Tensors, save
 from tests.unit.distributed.test_fsdp import full_state, prepared
@@ -96,28 +94,6 @@ def test_replicated_tensors_between_shards_do_not_share_their_pieces(tmp_path: P
     results = run_ranks(2, restore_shards, tmp_path, "Adagrad", MAX_PIECE_BYTES)
     assert all(are_equal(tensors, saved) for _, _, tensors in results)
     assert 0 < sum(received for received, _, _ in results) <= NUM_PARAMETERS * ALIGNMENT
-
-
-def plan_restore(group: ProcessGroup, folder: Path) -> list[tuple[int, list[int]]]:
-    """The pieces of a restore in their order: numbers, and the ranks that need them."""
-    planned: list[SharedPiece] = []
-
-    def noted_plan(*arguments: Any) -> list[SharedPiece]:
-        planned.extend(pieces := plan_pieces(*arguments))
-        return pieces
-
-    with mock.patch.object(shared_read, "plan_pieces", noted_plan):
-        restore_shards(group, folder, "Adagrad", MAX_PIECE_BYTES)
-    return [(shared.number, shared.ranks) for shared in planned]
-
-
-def test_pieces_of_several_ranks_come_first_and_in_the_same_order(tmp_path: Path) -> None:
-    run_ranks(2, save_shards, tmp_path, "Adagrad")
-    plans = run_ranks(2, plan_restore, tmp_path)
-    shared = [[number for number, ranks in plan if len(ranks) > 1] for plan in plans]
-    assert len(shared[0]) > 1 and shared[0] == shared[1] == sorted(shared[0])
-    assert [[number for number, _ in plan[: len(shared[0])]] for plan in plans] == shared
-    assert any(number < shared[0][-1] for number, ranks in plans[0] if len(ranks) == 1), "stored between the others"
 
 
 def shards_restored_to(group: ProcessGroup, folder: Path, device: str) -> list[bool]:
