@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -19,8 +19,9 @@ from elastic_ddp.worker.generation import strategy_of
 from elastic_ddp.worker.run import Run
 from elastic_ddp.worker.step import Step
 from tests.ranks import run_ranks
-from tests.unit.distributed.test_fsdp import data, prepared
-from tests.unit.single_worker import FakeFeed, FakeIndex, NewRun, compute_gradients
+from tests.unit.distributed.test_fsdp import data
+from tests.unit.distributed.test_fsdp import prepared as prepared_shards
+from tests.unit.single_worker import FakeFeed, FakeIndex, NewRun, compute_gradients, prepared
 
 ONE_MICRO_BATCH = {"global_batch_size": 2, "micro_batch_size": 2}
 
@@ -43,20 +44,33 @@ class Changing(nn.Module):
         return y
 
 
+Place = Literal["top", "computed", "optimized", "between"]
+"""In a step: at the top of the block, before and after `step.optimize()`; and after the block."""
+
+
 def train(
     run: Run,
     model: Any,
-    after: Callable[[Step, Any], object] = lambda step, model: None,
+    place: Place = "between",
+    act: Callable[[Step, Any], object] = lambda step, model: None,
     buffers: dict[str, str] | None = None,
 ) -> Any:
-    """Trains; `after` runs in the block after `step.optimize()`. Returns the model."""
+    """Trains, and calls `act` at a place of each step. Returns the model."""
     run.prepare(model, buffers=buffers)
     run.prepare(torch.optim.SGD(model.parameters(), lr=0.1))
+
+    def reach(reached: Place) -> None:
+        if reached == place:
+            act(step, model)
+
     for step in run.steps():
         with step:
+            reach("top")
             compute_gradients(step, model)
+            reach("computed")
             step.optimize()
-            after(step, model)
+            reach("optimized")
+        reach("between")
     return model
 
 
@@ -72,14 +86,12 @@ def count(model: Any, x: torch.Tensor) -> None:
     model.seen += len(x)
 
 
-CHANGED_BUFFERS = {"in place": (enqueue, "queue"), "replaced": (replace_queue, "queue"), "integer": (count, "seen")}
-
-
 @pytest.mark.parametrize("settings", [{}, ONE_MICRO_BATCH], ids=["several", "one micro-batch"])
-@pytest.mark.parametrize(("change", "name"), CHANGED_BUFFERS.values(), ids=CHANGED_BUFFERS)
+@pytest.mark.parametrize("change", [enqueue, replace_queue, count])
 def test_a_buffer_that_a_forward_changes_is_an_error_that_names_it(
-    new_run: NewRun, change: Callable[[Any, torch.Tensor], object], name: str, settings: dict[str, Any]
+    new_run: NewRun, change: Callable[[Any, torch.Tensor], object], settings: dict[str, Any]
 ) -> None:
+    name = "seen" if change is count else "queue"
     with pytest.raises(ConfigError, match=rf"changed buffers: {name}\..*after step.optimize\(\).*{{'{name}': 'sum'}}"):
         train(new_run(**settings), Changing(change))
 
@@ -202,86 +214,63 @@ def test_an_embedding_that_renormalizes_itself_in_a_forward_is_an_error(new_run:
         train(new_run(), Tokens())
 
 
+def still(model: Any, x: torch.Tensor) -> None:
+    """Changes nothing."""
+
+
 def test_changes_in_the_block_after_optimize_are_kept(new_run: NewRun) -> None:
-    def after(step: Step, model: Any) -> None:
+    def change(step: Step, model: Any) -> None:
         with torch.no_grad():
             model.frozen.weight.fill_(step.index)
             model.seen += 8
         model.queue = torch.full((4, 3), float(step.index))
 
-    model = train(new_run(), Changing(lambda model, x: None), after)
+    model = train(new_run(), Changing(still), "optimized", change)
     assert model.seen == 48 and (model.frozen.weight == 5).all() and (model.queue == 5).all()
 
 
-def change_weight(model: Any) -> None:
+def change_weight(step: Step, model: Any) -> None:
     model.frozen.weight.data.mul_(0.9)
 
 
-def change_buffer(model: Any) -> None:
+def change_seen(step: Step, model: Any) -> None:
     model.seen += 8
 
 
-@pytest.mark.parametrize(("change", "name"), [(change_weight, "frozen.weight"), (change_buffer, "seen")])
-def test_a_change_between_two_steps_is_an_error(new_run: NewRun, change: Callable[[Any], object], name: str) -> None:
-    run = new_run()
-    model: Any = run.prepare(Changing(lambda model, x: None))
-    run.prepare(torch.optim.SGD(model.parameters(), lr=0.1))
-    with pytest.raises(ConfigError, match=rf"^{name} changed between two steps.*after step.optimize\(\)"):
-        for step in run.steps():
-            with step:
-                compute_gradients(step, model)
-                step.optimize()
-            change(model)
+def change_total(step: Step, model: Any) -> None:
+    model.total.fill_(0.5)
+
+
+def exchange_weights(step: Step, model: Any) -> None:
+    """Evaluates other weights, and puts back its own."""
+    saved = {name: value.clone() for name, value in model.state_dict().items()}
+    model.load_state_dict({name: torch.zeros_like(value) for name, value in saved.items()})
+    model.load_state_dict(saved)
+
+
+TOP = r"not in a forward: total\. .*after step.optimize\(\).*also for the next step.*plain attribute"
+
+
+@pytest.mark.parametrize(
+    ("place", "change", "buffers", "message"),
+    [
+        ("between", change_weight, None, r"^frozen.weight changed between two steps.*after step.optimize\(\)"),
+        ("between", change_seen, None, r"^seen changed between two steps.*after step.optimize\(\)"),
+        ("computed", change_seen, {"seen": "sum"}, r"before step.optimize\(\), and not in a forward: seen"),
+        ("top", change_total, None, TOP),
+        ("top", change_total, {"total": "sum"}, TOP),
+        ("computed", exchange_weights, None, "To evaluate other weights, .* exchange them there and put them back"),
+    ],
+)
+def test_a_change_outside_of_the_forward_and_before_optimize_is_an_error_with_the_fix(
+    new_run: NewRun, place: Place, change: Callable[[Step, Any], object], buffers: Any, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        train(new_run(), Changing(still), place, change, buffers)
 
 
 def test_weights_may_be_exchanged_between_two_steps_and_put_back(new_run: NewRun) -> None:
-    run = new_run()
-    model: Any = run.prepare(Changing(lambda model, x: None))
-    run.prepare(torch.optim.SGD(model.parameters(), lr=0.1))
-    for step in run.steps():
-        with step:
-            compute_gradients(step, model)
-            step.optimize()
-        saved = {name: value.clone() for name, value in model.state_dict().items()}
-        model.load_state_dict({name: torch.zeros_like(value) for name, value in saved.items()})  # to evaluate others
-        model.load_state_dict(saved)
-
-
-def test_a_buffer_that_the_loop_changes_before_optimize_is_an_error(new_run: NewRun) -> None:
-    run = new_run()
-    model: Any = run.prepare(Changing(lambda model, x: None), buffers={"seen": "sum"})
-    run.prepare(torch.optim.SGD(model.parameters(), lr=0.1))
-    step = next(run.steps())
-    with pytest.raises(ConfigError, match=r"before step.optimize\(\), and not in a forward: seen"), step:
-        compute_gradients(step, model)
-        model.seen += 8
-        step.optimize()
-
-
-@pytest.mark.parametrize("buffers", [None, {"total": "sum"}])
-def test_a_buffer_set_at_the_top_of_the_block_is_an_error_with_the_fix(new_run: NewRun, buffers: Any) -> None:
-    run = new_run()
-    model: Any = run.prepare(Changing(lambda model, x: None), buffers=buffers)
-    run.prepare(torch.optim.SGD(model.parameters(), lr=0.1))
-    step = next(run.steps())
-    fix = r"not in a forward: total\. .*after step.optimize\(\).*also for the next step.*plain attribute"
-    with pytest.raises(ConfigError, match=fix), step:
-        model.total.fill_(0.5)
-        compute_gradients(step, model)
-        step.optimize()
-
-
-def test_weights_exchanged_before_optimize_are_an_error_with_the_fix(new_run: NewRun) -> None:
-    run = new_run()
-    model: Any = run.prepare(Changing(lambda model, x: None))
-    run.prepare(torch.optim.SGD(model.parameters(), lr=0.1))
-    step = next(run.steps())
-    saved = {name: value.clone() for name, value in model.state_dict().items()}
-    with pytest.raises(ConfigError, match=r"To evaluate other weights, .* exchange them there and put them back"), step:
-        compute_gradients(step, model)
-        model.load_state_dict({name: torch.zeros_like(value) for name, value in saved.items()})
-        model.load_state_dict(saved)
-        step.optimize()
+    train(new_run(), Changing(still), "between", exchange_weights)
 
 
 def evaluate(run: Run, model: Any, monkeypatch: pytest.MonkeyPatch) -> float:
@@ -310,20 +299,10 @@ def test_an_evaluation_leaves_buffers_as_they_are(new_run: NewRun, monkeypatch: 
 
 def test_an_evaluation_may_come_before_optimize(new_run: NewRun, monkeypatch: pytest.MonkeyPatch) -> None:
     run = new_run(steps=2)
-    model: Any = run.prepare(Changing(count), buffers={"seen": "sum"})
-    run.prepare(torch.optim.SGD(model.parameters(), lr=0.1))
-    for step in run.steps():
-        with step:
-            compute_gradients(step, model)
-            evaluate(run, model, monkeypatch)
-            step.optimize()
+    model = train(
+        run, Changing(count), "computed", lambda step, model: evaluate(run, model, monkeypatch), {"seen": "sum"}
+    )
     assert model.seen == 16
-
-
-def backward_on_its_own(step: Step, model: Any) -> None:
-    for batch in step.micro_batches():
-        (0.5 * model(batch["x"]).square().mean()).backward()
-        step.backward(0.5 * model(batch["x"]).square().mean())
 
 
 @pytest.mark.parametrize("settings", [{}, ONE_MICRO_BATCH], ids=["several", "one micro-batch"])
@@ -332,17 +311,17 @@ def test_a_backward_beside_that_of_the_step_is_an_error(
     new_run: NewRun, options: dict[str, Any], settings: dict[str, Any]
 ) -> None:
     run = new_run(**settings, **options)
-    model = run.prepare(nn.Linear(3, 1))
-    run.prepare(torch.optim.SGD(model.parameters(), lr=0.1))
+    model = prepared(run)
     step = next(run.steps())
     with pytest.raises(ConfigError, match=r"without step.backward.*call step.backward\(loss\) once"), step:
-        backward_on_its_own(step, model)
+        for batch in step.micro_batches():
+            (0.5 * model(batch["x"]).square().mean()).backward()
+            step.backward(0.5 * model(batch["x"]).square().mean())
 
 
 def test_gradients_of_inputs_may_be_computed_in_a_loss(new_run: NewRun) -> None:
-    run = new_run()
-    model = run.prepare(nn.Linear(3, 1))
-    run.prepare(torch.optim.SGD(model.parameters(), lr=0.1))
+    run = new_run(steps=1)
+    model = prepared(run, nn.Linear(3, 1))
     for step in run.steps():
         with step:
             for batch in step.micro_batches():
@@ -370,7 +349,7 @@ class Averaging(nn.Module):
 
 
 def wrong_fsdp_step(group: ProcessGroup, wrong: str) -> str:
-    config, state = prepared("fsdp", "SGD", model=Averaging(changes=wrong == "parameter"))
+    config, state = prepared_shards("fsdp", "SGD", model=Averaging(changes=wrong == "parameter"))
     assert state.model is not None
     strategy = strategy_of(config)(state.model, config, group)
     strategy.shard(state.optimizers)
@@ -386,10 +365,13 @@ def wrong_fsdp_step(group: ProcessGroup, wrong: str) -> str:
     return "no error"
 
 
+def wrong_fsdp_steps(group: ProcessGroup) -> list[str]:
+    return [wrong_fsdp_step(group, wrong) for wrong in ("parameter", "backward")]
+
+
 def test_with_fsdp_changed_parameters_and_other_backwards_are_errors_too() -> None:
-    for wrong, message in (("parameter", "average.weight changed"), ("backward", "without step.backward")):
-        for text in run_ranks(2, wrong_fsdp_step, wrong):
-            assert message in text, wrong
+    for changed, other in run_ranks(2, wrong_fsdp_steps):
+        assert "average.weight changed" in changed and "without step.backward" in other
 
 
 def test_a_layer_of_the_user_that_limits_its_norms_is_named_with_what_to_do() -> None:
