@@ -59,7 +59,7 @@ _log = logging.getLogger(__name__)
 OF_RANK_0 = frozenset({"user"})
 """Components of the state that may differ between ranks; rank 0's are saved."""
 METRICS_OF_EVERY_RUN = frozenset({"loss", "grad_norm", "loss_scale"})
-"""What a run measures without being asked."""
+"""The metrics of every run."""
 SAVE_POLL_S = 0.05
 """How often a rank that waits for a save checks whether its generation broke."""
 _STOPS_WORKER = (PeerFailedError, DriverReplacedError, ReplicasDifferError)
@@ -78,7 +78,8 @@ class Checkpointer:
     """
 
     def __init__(self, job: Job, client: RendezvousClient) -> None:
-        self._job, self._client = job, client
+        self._job = job
+        self._client = client
         settings = job.config.checkpoint
         self.schedule = CommitSchedule(
             settings, job.total_steps, lambda: client.signals.commit, steps_per_epoch=job.shape.steps_per_epoch
@@ -136,10 +137,14 @@ class Checkpointer:
             NonFiniteError: a weight is NaN or infinite.
             PeerFailedError: the generation ended before the previous save.
         """
-        assignment, step, request = group.assignment, state.position.step, self._client.signals.commit
-        generation, address = assignment.generation, (assignment.store_host, assignment.store_port)
+        assignment = group.assignment
+        step = state.position.step
+        request = self._client.signals.commit
+        generation = assignment.generation
+        address = (assignment.store_host, assignment.store_port)
         number = self._num_saves[1] + 1 if self._num_saves[0] == generation else 1
-        self._num_saves, self._current = (generation, number), generation
+        self._num_saves = (generation, number)
+        self._current = generation
         mailbox = StoreMailbox(self._connection, address, self._client.store_address, f"saves{generation}")
         save = Save(
             step=step,
@@ -182,7 +187,8 @@ class Checkpointer:
         outcome: Commit | Exception,
     ) -> None:
         """Records the outcome of a save, in the saving thread of rank 0."""
-        seconds, self._outcome = time.monotonic() - began_at, outcome
+        seconds = time.monotonic() - began_at
+        self._outcome = outcome
         facts: dict[str, Any] = {"generation": generation, "step": step, "seconds": seconds}
         if isinstance(outcome, Commit):
             self.durable_step = step
@@ -196,7 +202,8 @@ class Checkpointer:
         )
         counts = not is_over and not isinstance(outcome, _STOPS_WORKER)
         self.schedule.save_failed(counts=counts, retry_at_once=is_over)
-        error, of_storage = format_exception(outcome), is_of_storage(outcome)
+        error = format_exception(outcome)
+        of_storage = is_of_storage(outcome)
         self._client.record(CommitFailed(**facts, error=error, counts=counts, of_storage=of_storage))
 
     def _record(self, state: TrainState, generation: int) -> dict[str, Any]:
@@ -232,7 +239,8 @@ class Checkpointer:
     def check(self) -> None:
         """Raises an error of the newest save that stops this worker. Rank 0 calls it."""
         if isinstance(self._outcome, _STOPS_WORKER):
-            outcome, self._outcome = self._outcome, None
+            outcome = self._outcome
+            self._outcome = None
             raise outcome
 
     @property
@@ -246,7 +254,8 @@ class Checkpointer:
 
     def _check_may_commit(self, generation: int) -> None:
         """Raises if this worker was presumed dead, if the run has resumed since, or if the driver was replaced."""
-        if (reason := self._client.why_not_commit(generation)) is not None:
+        reason = self._client.why_not_commit(generation)
+        if reason is not None:
             raise PeerFailedError(reason)
         with self._storage.operation_in_progress():
             driver = find_holder(self._job.storage)

@@ -39,7 +39,10 @@ class CommitSchedule:
         steps_per_epoch: int = 1,
     ) -> None:
         self._steps_per_epoch = steps_per_epoch
-        self._settings, self._total_steps, self._requested, self._clock = settings, total_steps, requested, clock
+        self._settings = settings
+        self._total_steps = total_steps
+        self._requested = requested
+        self._clock = clock
         self.interval = MeasuredInterval(settings.interval, settings.max_overhead)  # used if no fixed one is set
         self.step: int | None = None  # steps done when the current interval began; None before the first commit
         self.committed_step: int | None = None  # steps done in the newest commit that this worker knows of
@@ -100,7 +103,8 @@ class CommitSchedule:
     def reset_timer(self, step: int) -> None:
         """Starts a new interval after `step` steps."""
         self._is_exposed = False
-        self.step, self._interval_began_at = step, self._clock()
+        self.step = step
+        self._interval_began_at = self._clock()
 
     def skip(self, step: int) -> bool:
         """Skips a commit that is due while a save is running, unless it was requested, replaces a failed one, or ends
@@ -116,7 +120,8 @@ class CommitSchedule:
 
     def save_succeeded(self, step: int, request: int, seconds: float) -> None:
         self.committed_step = step
-        self._num_failures, self._backoff_ends_at = 0, -math.inf
+        self._num_failures = 0
+        self._backoff_ends_at = -math.inf
         self._fulfilled = max(self._fulfilled, request)
         self.interval.saved(seconds)
 
@@ -124,7 +129,8 @@ class CommitSchedule:
         """A save of this worker has failed. If it counts, the backoff begins."""
         self._in_flight = 0
         if retry_at_once:
-            self.step, self._interval_began_at = self.committed_step, -math.inf
+            self.step = self.committed_step
+            self._interval_began_at = -math.inf
         if counts:
             backoff_s = SAVE_BACKOFF_S * 2 ** min(self._num_failures, 30)
             self._num_failures += 1
@@ -143,7 +149,9 @@ class CommitSchedule:
             self.interval.record_failure()
 
     def start_over(self) -> None:
-        self.step, self.committed_step, self._interval_began_at = None, None, self._clock()
+        self.step = None
+        self.committed_step = None
+        self._interval_began_at = self._clock()
 
     def set_newest(self, step: int | None) -> None:
         """Sets the newest commit in the storage. If it is not the expected one, a commit is due after the next step."""

@@ -95,7 +95,7 @@ def _with_gradient(specs: dict[str, Spec]) -> int:
 
 
 NOTHING = HeldShards(0, Shards(0, ()), None, {}, {}, {})
-"""What a rank without a state holds."""
+"""The shards of a rank without a state: none."""
 
 
 def share_plain(
@@ -138,7 +138,8 @@ def move_shards(
         has_room: decides whether shards are mirrored, from how many bytes this rank then has more than now. Collective.
         tick: called now and then.
     """
-    resharding, specs = group.assignment.resharding, shared.specs
+    resharding = group.assignment.resharding
+    specs = shared.specs
     assert resharding is not None
     num = resharding.num_kept
     own = sum(tensor.nbytes for rows in held.rows.values() for tensor in rows.values())

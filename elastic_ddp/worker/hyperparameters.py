@@ -99,7 +99,7 @@ def compare(
 def use_code(
     optimizers: Sequence[torch.optim.Optimizer], schedulers: Mapping[str, LRScheduler], then: Prepared, now: Prepared
 ) -> None:
-    """Replaces restored hyperparameters by those of the code, `now`, where the code has changed since `then`.
+    """Replaces restored hyperparameters by the values of the code, `now`, where the code has changed since `then`.
 
     If a schedule has changed, its scheduler moves from its start to its number of steps in the commit, at once. So a
     longer cosine continues from its own value there.
@@ -117,7 +117,8 @@ def use_code(
         for key, scheduler in schedulers.items():
             if scheduler.optimizer is not optimizer:
                 continue
-            saved, own = then.scheduler[key], now.scheduler[key]
+            saved = then.scheduler[key]
+            own = now.scheduler[key]
             if isinstance(scheduler, ReduceLROnPlateau):
                 changed = {name: own[name] for name in _differing_keys(saved, own) if name not in _DERIVED}
                 scheduler.load_state_dict({**scheduler.state_dict(), **_copy_of(changed)})
@@ -144,7 +145,7 @@ def _move(schedulers: Sequence[tuple[LRScheduler, Mapping[str, Any]]]) -> None:
             if len(schedulers) > 1:
                 raise ValueError(f"the optimizer has {len(schedulers)} schedulers, of which each changes its settings")
             torch_internals.move_scheduler(scheduler, position)
-        except Exception as error:  # such as that of a OneCycleLR beyond its end
+        except Exception as error:  # for example of a OneCycleLR beyond its end
             raise ConfigError(
                 f"{type(scheduler).__name__} has changed since the commit, and cannot be moved to step {position}, "
                 f"where the run resumes: {error}. Use one scheduler that computes the learning rate from the number of "
@@ -198,7 +199,8 @@ def _differing_keys(before: Mapping[str, Any], after: Mapping[str, Any]) -> list
 
 
 def _is_same(first: Any, second: Any) -> bool:
-    (skeleton, tensors), (other_skeleton, others) = flatten(first), flatten(second)
+    skeleton, tensors = flatten(first)
+    other_skeleton, others = flatten(second)
     return skeleton == other_skeleton and all(torch.equal(tensors[name].cpu(), others[name].cpu()) for name in tensors)
 
 

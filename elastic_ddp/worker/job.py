@@ -1,4 +1,4 @@
-"""What the driver sends to a worker: `Job`, the definition of the run, and `WorkerContext`, the worker's identity."""
+"""The driver's messages to a worker: `Job`, the definition of the run, and `WorkerContext`, the worker's identity."""
 
 from __future__ import annotations
 
@@ -76,7 +76,8 @@ class Job:
 
     def check_same_run(self, commit: Commit) -> None:
         """Raises a CheckpointError if a commit belongs to another run."""
-        if (difference := self.difference_to(commit.record)) is not None:
+        difference = self.difference_to(commit.record)
+        if difference is not None:
             raise CheckpointError(
                 f"{commit.key} belongs to another run: {difference}. To start from its weights, use run.load_weights."
             )

@@ -70,7 +70,7 @@ _OF_DDP = {
     "no_sync": "Leave out `no_sync`: step.backward synchronizes in the last micro-batch of a step only.",
     "join": "Leave out `join`: all ranks run the same steps.",
 }
-"""What to write instead of attributes that DistributedDataParallel has."""
+"""Advice on attributes that DistributedDataParallel has."""
 
 _OF_THREAD = {
     "signal only works in main thread": "The training function runs in a thread of its worker, and only the main "
@@ -79,7 +79,7 @@ _OF_THREAD = {
     "There is no current event loop": "The training function runs in a thread of its worker, which has no event loop. "
     "Use asyncio.run(...), or asyncio.new_event_loop().",
 }
-"""What to do about errors of Python in another thread than the main one, by a part of their text."""
+"""Advice on Python's errors in another thread than the main one, by a part of their text."""
 
 
 def work(job: Job, rendezvous: RendezvousHandle, context: WorkerContext) -> None:
@@ -122,7 +122,8 @@ def _train(loop: Loop, context: WorkerContext) -> tuple[Outcome | None, str | No
     Returns the outcome, which ends the run for all workers, and why Ray Train should replace this worker. Both are None
     for a worker that the run does not need any more.
     """
-    job, config = loop.job, loop.job.config
+    job = loop.job
+    config = loop.job.config
     try:
         check_cpus([context.node_resources], config, job.num_data_tasks)
         if job.session:
@@ -152,10 +153,12 @@ def debug(job: Job, client: RendezvousClient, device: torch.device) -> Outcome:
     Raises errors of the function unchanged, for a debugger. Advice is added as a note.
     """
     _set_up_numerics(job.config)
-    loop, is_finished = Loop(job, client, device), False
+    loop = Loop(job, client, device)
+    is_finished = False
     try:
         seed_all(job.config.seed, "init")
-        outcome, is_finished = _finish(loop, job.train(Run(loop))), True
+        outcome = _finish(loop, job.train(Run(loop)))
+        is_finished = True
         return outcome
     except Exception as error:
         # BdbQuit: quitting pdb is no error of the program.

@@ -55,7 +55,10 @@ class Mirror:
         offset: int,
         rows: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
-        self._module, self._own_optimizers, self._group, self._offset = module, optimizers, group, offset
+        self._module = module
+        self._own_optimizers = optimizers
+        self._group = group
+        self._offset = offset
         self.shard = (group.rank - offset) % group.world_size
         """The number of the mirrored shard."""
         names = self._names = {parameter: name for name, parameter in module.named_parameters()}
@@ -101,7 +104,7 @@ class Mirror:
         return {name: tensor for name, tensor in tensors.items() if is_dtensor(tensor)}
 
     def _receive(self, own: Mapping[str, DTensor]) -> dict[str, torch.Tensor]:
-        """Sends this rank's rows of tensors to the rank that mirrors them. Returns those of the mirrored shard."""
+        """Sends this rank's rows of tensors to the rank that mirrors them. Returns the rows of the mirrored shard."""
         specs = {name: Spec(tuple(tensor.shape), tensor.dtype) for name, tensor in own.items()}
         rows = {name: local_part(tensor) for name, tensor in own.items()}
         return rotate_rows(specs, rows, self._offset, self._group)
@@ -141,7 +144,8 @@ class Mirror:
     def check_unchanged(self) -> None:
         """Raises a ConfigError if this rank's shard, or the state of its optimizers, has changed since their step."""
         now = self._count_changes() if self._changes else {}
-        if changed := [name for name in self._changes | now if now.get(name) != self._changes.get(name)]:
+        changed = [name for name in self._changes | now if now.get(name) != self._changes.get(name)]
+        if changed:
             raise ConfigError(
                 f"{shorten(changed, 5)} changed after step.optimize(), which a mirror cannot follow. Change parameters "
                 f"and the state of optimizers in an optimizer only. {_WITHOUT}"
@@ -174,17 +178,19 @@ class Mirror:
     def is_due(self) -> bool:
         """Whether to compare: after steps 1, 2, 4, 8, … in the generation, which costs nothing on average.
 
-        This finds changes that torch does not count, such as those of `parameter.data`.
+        This finds changes that torch does not count, for example edits of `parameter.data`.
         """
         return self._num_steps > 0 and not self._num_steps & (self._num_steps - 1)
 
     def compare(self) -> None:
         """Compares each shard with its mirror. Collective. Raises a ConfigError on every rank if they differ."""
-        own, mirrored = digest_named(self._own_tensors()), digest_named(self._tensors())
+        own = digest_named(self._own_tensors())
+        mirrored = digest_named(self._tensors())
         gathered = [json.loads(each) for each in self._group.all_gather_bytes(json.dumps([own, mirrored]).encode())]
         for rank, (of_owner, _) in enumerate(gathered):
             of_mirror = gathered[(rank + self._offset) % self._group.world_size][1]
-            if differing := [name for name, digest in of_owner.items() if of_mirror.get(name) != digest]:
+            differing = [name for name, digest in of_owner.items() if of_mirror.get(name) != digest]
+            if differing:
                 raise ConfigError(
                     f"shard {rank} differs from its mirror in {shorten(differing, 5)}. Change parameters and the state "
                     "of optimizers in an optimizer only, and not by the rank, the time, or other rows. If the code "

@@ -24,7 +24,8 @@ def group_names(optimizer: torch.optim.Optimizer, module: torch.nn.Module) -> Gr
     Raises a ConfigError if one is not a parameter of the model.
     """
     names = {id(parameter): name for name, parameter in module.named_parameters()}
-    if num_unknown := sum(id(each) not in names for group in optimizer.param_groups for each in group["params"]):
+    num_unknown = sum(id(each) not in names for group in optimizer.param_groups for each in group["params"])
+    if num_unknown:
         raise ConfigError(
             f"{num_unknown} parameters of the {type(optimizer).__name__} are not parameters of the prepared model. "
             "Build the optimizer from model.parameters() of the model that run.prepare returned."

@@ -88,10 +88,11 @@ class PretrainedWeights:
             if group.rank == 0:
                 found = self._find_files()
         found = json.loads(group.broadcast_bytes(json.dumps(found).encode() if group.rank == 0 else None))
+        step: int | None = None
+        fit: Fit | None = None
         if found is None:
             step, fit = self._load_commit(module, group, record, activity, layout)
         else:
-            step, fit = None, None
             with errors_on_all_ranks(group):
                 if layout is not None or group.rank == 0:
                     files = WeightFiles(WatchedStorage(Storage(found[0])), found[1])
@@ -99,9 +100,12 @@ class PretrainedWeights:
         if fit is None:
             return []
         if group.rank == 0:
-            missing, unexpected, converted = fit.missing, fit.unexpected, fit.converted
-            record(WeightsLoaded(uri=self.uri, step=step, missing=missing, unexpected=unexpected, converted=converted))
-            differences = {"missing": missing, "unexpected": unexpected, "converted": converted}
+            differences: dict[str, Any] = {
+                "missing": fit.missing,
+                "unexpected": fit.unexpected,
+                "converted": fit.converted,
+            }
+            record(WeightsLoaded(uri=self.uri, step=step, **differences))
             texts = [f"{len(names)} {kind}: {shorten(names)}" for kind, names in differences.items() if names]
             if texts:
                 source = self.uri if step is None else f"step {step} in {self.uri}"
@@ -277,11 +281,14 @@ class Fit:
             unexpected = [f"{name} is missing in the model" for name in self.unexpected]
             problems += [*missing[:_SHOWN], *unexpected[:_SHOWN], *missing[_SHOWN:], *unexpected[_SHOWN:]]
         if not problems and not self.matching:
-            saved, built = shorten(self.unexpected), shorten(self.missing)
-            problems = [f"no name is in both: the {self.kind} has {saved}, and the model {built}"]
+            problems = [
+                f"no name is in both: the {self.kind} has {shorten(self.unexpected)}, and the model "
+                f"{shorten(self.missing)}"
+            ]
         if problems:
             fix = "Build the same model, map the names with key_mapping, or use strict=False if only some names differ."
-            if (prefix := self.prefix()) is not None:
+            prefix = self.prefix()
+            if prefix is not None:
                 others = {*self.unexpected} - {prefix + name for name in self.missing}
                 fix = f'The {self.kind} has them as {prefix}NAME: use key_mapping={{r"^{re.escape(prefix)}": ""}}'
                 fix += ", and strict=False because of the other names." if others else "."

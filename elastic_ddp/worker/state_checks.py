@@ -33,7 +33,8 @@ def check_model(module: torch.nn.Module) -> None:
         raise ConfigError("run.prepare got a DistributedDataParallel. Give it the plain model, without a wrapper.")
     parameters = dict(module.named_parameters())
     tensors = [*parameters.items(), *module.named_buffers()]
-    if lazy := [name for name, tensor in tensors if is_lazy(tensor)]:
+    lazy = [name for name, tensor in tensors if is_lazy(tensor)]
+    if lazy:
         raise ConfigError(
             f"run.prepare got a model with lazy layers that have no shape yet: {shorten(lazy, 5)}. Call the model once "
             "before run.prepare, on a batch of the right shape, for example model(torch.zeros(2, 16)); or give the "
@@ -41,12 +42,14 @@ def check_model(module: torch.nn.Module) -> None:
         )
     if not any(parameter.requires_grad for parameter in parameters.values()):
         raise ConfigError("run.prepare got a model without a parameter that requires a gradient: nothing can train.")
-    if sharded := [name for name, parameter in parameters.items() if is_dtensor(parameter)]:
+    sharded = [name for name, parameter in parameters.items() if is_dtensor(parameter)]
+    if sharded:
         raise ConfigError(
             f"run.prepare got a model whose parameters are already sharded: {shorten(sharded, 5)}. Build a new model "
             "in the training function: with FSDP it starts again whenever membership changes."
         )
-    if complex_parameters := [name for name, parameter in parameters.items() if parameter.is_complex()]:
+    complex_parameters = [name for name, parameter in parameters.items() if parameter.is_complex()]
+    if complex_parameters:
         raise ConfigError(
             f"run.prepare got complex parameters: {shorten(complex_parameters, 5)}. DDP cannot reduce their gradients; "
             "use real parameters and torch.view_as_complex in forward."
@@ -62,7 +65,7 @@ def check_model(module: torch.nn.Module) -> None:
 def check_sync_batch_norm(module: torch.nn.Module, config: RunConfig, shape: EpochShape) -> None:
     """Raises a ConfigError for a SyncBatchNorm where ranks would not compute its statistics over the same batches.
 
-    Its forward is collective, and its statistics are those of the micro-batches that the ranks compute together.
+    Its forward is collective, and its statistics cover the micro-batches that the ranks compute together.
     """
     if not any(isinstance(part, torch.nn.SyncBatchNorm) for part in module.modules()):
         return
@@ -246,7 +249,8 @@ def check_saved_scheduler(scheduler: torch.optim.lr_scheduler.LRScheduler, saved
     """
     if _is_from_torch(scheduler):
         _check_keys("scheduler", scheduler, saved, scheduler.state_dict())
-    schedulers, states = torch_internals.inner_schedulers(scheduler), torch_internals.inner_scheduler_states(saved)
+    schedulers = torch_internals.inner_schedulers(scheduler)
+    states = torch_internals.inner_scheduler_states(saved)
     for inner, state in zip(schedulers, states, strict=False):
         check_saved_scheduler(inner, state)
 
@@ -256,7 +260,8 @@ def _is_from_torch(value: object) -> bool:
 
 
 def _check_keys(kind: str, value: Any, saved: Collection[str], own: Collection[str]) -> None:
-    if unknown := sorted(map(str, set(saved).difference(own))):
+    unknown = sorted(map(str, set(saved).difference(own)))
+    if unknown:
         raise CheckpointError(
             f"the commit holds the state of another {kind}: {type(value).__name__} has no {', '.join(unknown)}. "
             f"Prepare the {kind} that the run began with, or use another name."

@@ -43,13 +43,16 @@ def share_state(inputs: GenerationInputs, group: ProcessGroup, strategy: Strateg
 
 def _share_replica(inputs: GenerationInputs, group: ProcessGroup) -> None:
     """Brings all ranks to a state that one rank, or a commit, has as a whole."""
-    state, source, receivers = inputs.state, group.assignment.source, group.assignment.receivers
+    state = inputs.state
+    source = group.assignment.source
+    receivers = group.assignment.receivers
     if source is None:
         if _resume(inputs, group, lambda: None):
             return
         _load_initial_weights(state, group, None)
         # A new run starts from the weights of rank 0, however each rank initialized its own.
-        source, receivers = 0, tuple(range(1, group.world_size))
+        source = 0
+        receivers = tuple(range(1, group.world_size))
     own = state.state_dict() if group.rank == source and receivers else None
     received = transfer_state(own, group, source=source, receivers=receivers, tick=inputs.clock.activity.tick)
     if received is not None:
@@ -69,7 +72,7 @@ def _shard_whole_state(inputs: GenerationInputs, group: ProcessGroup, strategy: 
     if not _resume(inputs, group, shard):
         layout = shard(begins=True)
         _load_initial_weights(state, group, layout)
-        # The rest is that of rank 0, however each rank began.
+        # The rest comes from rank 0, however each rank began.
         held = HeldShards.of(0, state.state_dict(), _own_shard(group), layout)
         shared = share_plain(held, group, inputs.clock.activity.tick, 0, 0, range(1, group.world_size))
         if group.rank:
@@ -87,8 +90,10 @@ def _resume(inputs: GenerationInputs, group: ProcessGroup, make_layout: Callable
     saved = inputs.restore(group, make_layout)
     if saved is None:
         return False
-    state, used = inputs.state, inputs.job.config.checkpoint.hyperparameters
-    then, now = Prepared(**saved["prepared"]), state.prepared
+    state = inputs.state
+    used = inputs.job.config.checkpoint.hyperparameters
+    then = Prepared(**saved["prepared"])
+    now = state.prepared
     assert now is not None, "recorded before the first step"
     hyperparameters.check_schedulers(then, now)
     state.load_state_dict(saved)
@@ -117,11 +122,15 @@ def _load_initial_weights(state: TrainState, group: ProcessGroup, layout: Layout
 
 def _move_shards(inputs: GenerationInputs, group: ProcessGroup, strategy: Strategy) -> None:
     """Moves the shards that the ranks hold of a state."""
-    state, assignment = inputs.state, group.assignment
-    resharding, source, step = assignment.resharding, assignment.source, assignment.first_step
+    state = inputs.state
+    assignment = group.assignment
+    resharding = assignment.resharding
+    source = assignment.source
+    step = assignment.first_step
     assert resharding is not None and source is not None and step is not None
     if not resharding.held[group.rank]:  # what this rank may hold is of an earlier step, at which it stood by
-        state.held, state.finish_step = None, None
+        state.held = None
+        state.finish_step = None
     if state.finish_step is not None and step == state.position.step:
         state.drop_doubt()
     receivers = tuple(rank for rank in assignment.receivers if rank in resharding.keepers)
@@ -133,7 +142,8 @@ def _move_shards(inputs: GenerationInputs, group: ProcessGroup, strategy: Strate
     device = device_of_shards(inputs.job.config, group.device)
     held = move_shards(state.held or NOTHING, shared, group, device, has_room, inputs.clock.activity.tick)
     if assignment.only_hands_over:
-        state.held, state.shards = held, held.shards
+        state.held = held
+        state.shards = held.shards
         return
     strategy.shard(state.optimizers, held.tensors(held.shards.held[0]))
     state.layout = strategy.layout(state.optimizers)
@@ -147,7 +157,8 @@ def _mirror_shards(
     state: TrainState, group: ProcessGroup, rows: dict[str, torch.Tensor] | None, *, is_wanted: bool
 ) -> None:
     """Mirrors the shards if that is wanted, and records which shards this rank holds. Collective."""
-    offset, own = group.assignment.mirror_offset, _own_shard(group)
+    offset = group.assignment.mirror_offset
+    own = _own_shard(group)
     state.mirror = Mirror(state.module, state.optimizers, group, offset, rows) if is_wanted else None
     state.shards = own if state.mirror is None else Shards(own.num, (*own.held, state.mirror.shard))
 

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 _MISMATCH = (AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 """Errors that torch and registered objects raise for the state of another model or object."""
 ChangedBy: TypeAlias = torch.optim.Optimizer | Callable[[], object] | None
-"""What an update of a step changes the parameters with: an optimizer, a function, or None for all optimizers."""
+"""What changes the parameters in an update: an optimizer, a function, or None for all optimizers."""
 
 
 @runtime_checkable
@@ -190,7 +190,7 @@ class TrainState:
                 step()
 
     def step_schedulers(self, *, is_skipped: bool, by: ChangedBy = None) -> None:
-        """Steps the schedulers that are due after the current step; after a skipped one, those of its epoch.
+        """Steps the schedulers that are due after the current step; after a skipped one, only schedulers of the epoch.
 
         With `by`, only the schedulers of this optimizer, which has stepped or was skipped.
         """
@@ -326,7 +326,8 @@ class TrainState:
                 check_saved_optimizer(optimizer, state["optimizer"][key])
             for key, scheduler in expected["scheduler"].items():
                 check_saved_scheduler(scheduler, state["scheduler"][key])
-            model, saved_others = self.module.state_dict(), {**state.get(PARAMETERS, {}), **state[BUFFERS]}
+            model = self.module.state_dict()
+            saved_others = {**state.get(PARAMETERS, {}), **state[BUFFERS]}
             built = ChainMap(*left_out(self.module, model).values())
             # With FSDP, a commit has parameters that the model's `state_dict()` copies in `model` alone.
             others = {name: built[name] for name in built if name in saved_others or name not in state["model"]}

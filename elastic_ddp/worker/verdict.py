@@ -3,7 +3,7 @@
 In a verified step each rank computes a micro-batch of another rank again. The gradient of a micro-batch has the same
 bits on every rank, so one comparison finds a rank that computed a wrong value. If two differ, the step is repeated, and
 all ranks compute that micro-batch several times: the one with which no other rank agrees is at fault. A rank whose
-state differs from that of all others is at fault, too.
+state differs from the state of all others is at fault, too.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Check:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the ranks of a verified step conclude. All fields are empty if all bits are equal."""
+    """The conclusion of a verified step, alike on all ranks. All fields are empty if all bits are equal."""
 
     disputed: tuple[Check, ...] = ()
     """Micro-batches that all ranks must compute again to find the rank at fault. The step is repeated."""
@@ -48,7 +48,7 @@ class Verdict:
 
 @dataclass
 class Report:
-    """What one rank found in a verified step."""
+    """One rank's findings in a verified step."""
 
     digests: dict[int, list[Digests]] = field(default_factory=dict)
     """By micro-batch, each time that the rank computed it."""
@@ -57,7 +57,7 @@ class Report:
     node: str = ""
     """The address of the rank's node."""
     machine: str = ""
-    """What may differ between nodes: the device and the version of torch."""
+    """The device and the version of torch, which may differ between nodes."""
     verified: int | None = None
     """Steps done in the newest verified state that the rank knows."""
 
@@ -90,7 +90,7 @@ def judge(
     """Returns the verdict on a step from the reports of all ranks.
 
     Args:
-        checks: those of the step.
+        checks: the checks of the step.
         reports: of each rank.
         former: if the step is repeated because of disputed micro-batches, the digests that ranks had then.
         names: of the parameters, in the order of `Digests`.

@@ -6,12 +6,13 @@ import hashlib
 import json
 import platform
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from operator import methodcaller
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from pydantic import TypeAdapter
 
 from elastic_ddp.data.micro_batches import map_tensors
 from elastic_ddp.data.packing import dump, load
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
 _FIRST_TAG = 1 << 20
 """Tags of messages are this and the number of the micro-batch."""
+_REPORT = TypeAdapter(Report)
 
 
 @dataclass(frozen=True)
@@ -94,12 +96,14 @@ class Verification:
 
     def exchange(self) -> Iterator[tuple[int, Any]]:
         """Yields the micro-batches of others that this rank computes, and their rows. Collective."""
-        group, rank, device = self.group, self.group.rank, self.group.device
+        group = self.group
+        rank = group.rank
         sizes = {micro_batch: sizes for micro_batch, (sizes, _) in self._kept.items()}
         own = json.dumps([self.dispute is not None, sizes]).encode()
         told = [json.loads(each) for each in group.all_gather_bytes(own)]
         if len({has_dispute for has_dispute, _ in told}) > 1:  # a rank failed before it knew of it
-            self.checks, self.dispute = (), None
+            self.checks = ()
+            self.dispute = None
         sizes_of = {int(m): sizes for _, each in told for m, sizes in each.items()}
         contents = {micro_batch: content for micro_batch, (_, content) in self._kept.items()}
         messages = []
@@ -107,7 +111,8 @@ class Verification:
             if rank in check.checkers and rank != check.owner:
                 contents[check.micro_batch] = np.empty(sum(sizes_of[check.micro_batch]), np.uint8)
             if rank in (check.owner, *check.checkers):
-                data, tag = contents[check.micro_batch].data, _FIRST_TAG + check.micro_batch
+                data = contents[check.micro_batch].data
+                tag = _FIRST_TAG + check.micro_batch
                 messages += begin_transfer(data, group, tag=tag, source=check.owner, ranks=check.checkers)
         group.finish(messages)
         self._kept.clear()
@@ -118,7 +123,7 @@ class Verification:
                 # product depend on how the memory is aligned.
                 parts = np.split(contents[check.micro_batch], ends)
                 rows = load([torch.from_numpy(part).clone().numpy() for part in parts])
-                to_device = methodcaller("to", device)
+                to_device = methodcaller("to", group.device)
                 yield check.micro_batch, map_tensors(to_device, rows, to_device)
 
     def record(self, micro_batch: int, digests: torch.Tensor) -> None:
@@ -135,7 +140,7 @@ class Verification:
         summed = digest_tensors([tensor for _, tensor in sorted(state.items())])
         of_state = hashlib.sha256(summed.cpu().numpy().tobytes()).hexdigest()
         own = Report(digests, of_state, self.node, _machine(self.group.device), self.verified)
-        reports = [_report_of(each) for each in self.group.all_gather_bytes(json.dumps(asdict(own)).encode())]
+        reports = [_REPORT.validate_json(each) for each in self.group.all_gather_bytes(_REPORT.dump_json(own))]
         self.nodes = tuple(each.node for each in reports)
         self.verified = max((each.verified for each in reports if each.verified is not None), default=None)
         former = {} if self.dispute is None else self.dispute.former
@@ -167,9 +172,3 @@ def _places(verdict: Verdict, reports: Sequence[Report]) -> str:
 def _machine(device: torch.device) -> str:
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
     return f"{name}, torch {torch.__version__}"
-
-
-def _report_of(text: bytes) -> Report:
-    values = json.loads(text)
-    digests = {int(m): [tuple(each) for each in found] for m, found in values["digests"].items()}
-    return Report(digests, values["state"], values["node"], values["machine"], values["verified"])

@@ -27,7 +27,10 @@ OF_COMMIT = -1
 
 
 class _LastStep(NamedTuple):
-    """What decides whether the next step is verified. Without the step, which would keep its process group alive."""
+    """The facts about the last step that decide whether the next one is verified.
+
+    They do not refer to the step, which would keep its process group alive.
+    """
 
     generation: int = 0
     dispute: Dispute | None = None
@@ -46,14 +49,18 @@ class VerifiedSteps:
         checkpointer: Checkpointer,
         membership: WorkerMembership,
     ) -> None:
-        self._job, self._client, self._state = job, client, state
-        self._checkpointer, self._membership = checkpointer, membership
+        self._job = job
+        self._client = client
+        self._state = state
+        self._checkpointer = checkpointer
+        self._membership = membership
         self._last = _LastStep()
         self._answering = self._answered = 0  # requests for verified steps
 
     def restart(self, state: TrainState) -> None:
         """Forgets the last step, which another state made."""
-        self._state, self._last = state, _LastStep()
+        self._state = state
+        self._last = _LastStep()
 
     def begin_step(self, generation: Generation, index: int) -> Callable[[Strategy, int], Verification] | None:
         """Returns what begins to verify an update of the next step; None if the step is not verified.
@@ -61,8 +68,12 @@ class VerifiedSteps:
         All ranks decide alike. The first step of each generation is verified, too: a device that has joined may compute
         other bits. So is the step after one in which rank 0 voted for it.
         """
-        config, place, number = self._job.config, generation.group.assignment, generation.number
-        last, self._last, every = self._last, _LastStep(), config.verify.every_steps
+        config = self._job.config
+        place = generation.group.assignment
+        number = generation.number
+        last = self._last
+        self._last = _LastStep()
+        every = config.verify.every_steps
         dispute = last.dispute if place.same_members else None
         request = last.request if dispute is not None or last.generation == number else 0
         # Of the same members, some may have a dispute, and others have failed before they knew of it.
@@ -98,7 +109,8 @@ class VerifiedSteps:
     @property
     def _has_equal_bits(self) -> bool:
         """Whether other ranks compute the same bits of a micro-batch, so that they can verify it."""
-        config, generation = self._job.config, self._membership.generation
+        config = self._job.config
+        generation = self._membership.generation
         is_canonical = (config.strategy, config.reduction) == ("ddp", "canonical")
         return is_canonical and generation is not None and generation.group.world_size > 1
 
@@ -126,12 +138,13 @@ class VerifiedSteps:
         """Reports the verdict on a step, before the step changes the state, and takes the action of `verify.action`."""
         answered = request if request > 0 else None
         self._answered = max(self._answered, request)
-        action, rank = self._job.config.verify.action, generation.group.rank
+        action = self._job.config.verify.action
+        rank = generation.group.rank
         self._checkpointer.verified_step = verification.verified
         if request == OF_COMMIT:
             self._checkpointer.forget_outcome()
         if verdict.is_clean:
-            # The state as the step began is that of all ranks. Its optimizer may still go wrong on one.
+            # All ranks hold the state with which the step began. Its optimizer may still go wrong on one.
             return self.record(generation, index, len(verification.checks), answered)
         found = CorruptionFound(
             generation=generation.number,

@@ -253,7 +253,9 @@ def _safetensors(content: _Bytes, source: str) -> dict[str, StoredTensor]:
         header.pop("__metadata__", None)
         tensors = {}
         for name, entry in header.items():
-            dtype, shape, (first, last) = _SAFETENSORS[entry["dtype"]], tuple(entry["shape"]), entry["data_offsets"]
+            dtype = _SAFETENSORS[entry["dtype"]]
+            shape = tuple(entry["shape"])
+            first, last = entry["data_offsets"]
             if last > content.size - 8 - length:
                 raise ValueError(f"the file has {content.size} bytes, and {name} ends after byte {8 + length + last}")
             tensors[name] = stored(dtype, shape, 8 + length + first)
@@ -269,7 +271,8 @@ def _unpickled(file: Path, source: str) -> dict[str, Any]:
     except FileNotFoundError as error:
         raise CheckpointError(f"{source} is missing") from error
     except Exception as error:  # of any kind, as the bytes may be any
-        if (found := re.search(r"GLOBAL (\S+)", str(error))) is not None:
+        found = re.search(r"GLOBAL (\S+)", str(error))
+        if found is not None:
             raise ConfigError(
                 f"run.load_weights: {source} holds an object of {found[1]}, and loading it could run code. Save "
                 "model.state_dict() alone, or convert the file to safetensors."
@@ -289,7 +292,7 @@ def _rows_of(tensor: torch.Tensor, rows: range) -> torch.Tensor:
 
 def _state_dict(content: Any, source: str) -> dict[str, Any]:
     nested = [content[key] for key in _NESTED if key in content] if isinstance(content, dict) else []
-    for candidate in (*nested, content):  # beside the weights there may be other tensors, such as a generator's state
+    for candidate in (*nested, content):  # other tensors, a generator's state for example, may be beside the weights
         if isinstance(candidate, dict) and any(isinstance(value, torch.Tensor) for value in candidate.values()):
             return {str(name): value for name, value in candidate.items()}
     found = (
