@@ -72,16 +72,6 @@ def test_a_worker_that_freezes_costs_the_step_in_flight(
     assert outcome == calm and formed[1][0] == 2 and formed[1][1] >= 3
 
 
-@pytest.mark.parametrize("ahead", WORKERS)
-def test_a_rank_whose_vote_failed_finishes_the_step_that_another_one_has_finished(
-    tmp_path: Path, calm: dict[str, Any], ahead: int
-) -> None:
-    """The other two get no outcome of the vote on step 3, in which no worker dies."""
-    faults = [Fault(worker, "voted", kind="fail") for worker in range(3) if worker != ahead]
-    outcome, formed = trained(tmp_path, 3, *faults)
-    assert (outcome, formed) == (calm, [(3, 0), (3, 4)])
-
-
 @pytest.mark.chaos
 @pytest.mark.parametrize("step", [1, 6])
 def test_a_rank_in_doubt_of_a_step_that_overflows_in_fp16_finishes_it(tmp_path: Path, step: int) -> None:
@@ -93,36 +83,35 @@ def test_a_rank_in_doubt_of_a_step_that_overflows_in_fp16_finishes_it(tmp_path: 
     assert (outcome, formed) == (expected, [(3, 0), (3, step + 1)])
 
 
-def test_ranks_whose_votes_all_failed_repeat_the_step(tmp_path: Path, calm: dict[str, Any]) -> None:
-    outcome, formed = trained(tmp_path, 3, *(Fault(worker, "voted", kind="fail") for worker in range(3)))
-    assert (outcome, formed) == (calm, [(3, 0), (3, 3)])
+def doubt(*ranks: int) -> tuple[Fault, ...]:
+    """Ranks that get no outcome of the vote on step 3, in which no worker dies."""
+    return tuple(Fault(rank, "voted", kind="fail") for rank in ranks)
 
 
-def test_a_death_after_a_vote_that_failed_on_the_others_repeats_the_step(tmp_path: Path, calm: dict[str, Any]) -> None:
-    """The only worker that knew that the vote has passed dies."""
-    faults = [Fault(0, "optimizer"), Fault(1, "voted", kind="fail"), Fault(2, "voted", kind="fail")]
-    outcome, formed = trained(tmp_path, 3, *faults)
-    assert (outcome, formed) == (calm, [(3, 0), (2, 3)])
+DOUBTS: dict[str, tuple[tuple[Fault, ...], tuple[int, int]]] = {
+    "rank 0 has finished the step": (doubt(1, 2), (3, 4)),
+    "rank 1 has finished the step": (doubt(0, 2), (3, 4)),
+    "rank 2 has finished the step": (doubt(0, 1), (3, 4)),
+    "all votes failed": (doubt(0, 1, 2), (3, 3)),
+    "all but a rank that dies": ((Fault(0, "optimizer"), *doubt(1, 2)), (2, 3)),
+    "rank 0 dies before it sends the state": ((Fault(0, HAND_OVER), *doubt(1, 2)), (2, 3)),
+    "rank 0 fails before it sends the state": ((Fault(0, HAND_OVER, kind="fail"), *doubt(1, 2)), (3, 4)),
+    "rank 0 fails before rows move": ((Fault(0, MOVE, kind="fail"), *doubt(1, 2)), (3, 4)),
+    "rank 1 fails before rows move": ((Fault(1, MOVE, kind="fail"), *doubt(1, 2)), (3, 4)),
+}
+"""Faults, and the size and the first step of the generation that follows."""
 
 
-@pytest.mark.parametrize("kind", ["kill", "fail"])
-def test_ranks_in_doubt_stay_in_doubt_until_the_state_changes_hands(
-    tmp_path: Path, calm: dict[str, Any], kind: str
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, marks=pytest.mark.chaos) if case[:6] in ("rank 1", "rank 2") else case for case in DOUBTS],
+)
+def test_ranks_in_doubt_finish_a_step_that_another_one_has_finished_or_all_repeat_it(
+    tmp_path: Path, calm: dict[str, Any], case: str
 ) -> None:
-    """The rank that is a step ahead fails before it has sent what all ranks hold."""
-    faults = [Fault(0, HAND_OVER, kind=kind), *(Fault(worker, "voted", kind="fail") for worker in (1, 2))]
-    outcome, formed = trained(tmp_path, 3, *faults)
-    assert (outcome, formed) == (calm, [(3, 0), (2, 3) if kind == "kill" else (3, 4)])
-
-
-@pytest.mark.parametrize("worker", WORKERS)
-def test_a_rank_in_doubt_that_has_finished_the_step_does_not_repeat_it(
-    tmp_path: Path, calm: dict[str, Any], worker: int
-) -> None:
-    """A rank fails before rows move, when the ranks in doubt have finished the step."""
-    faults = [Fault(worker, MOVE, kind="fail"), *(Fault(each, "voted", kind="fail") for each in (1, 2))]
-    outcome, formed = trained(tmp_path, 3, *faults)
-    assert (outcome, formed) == (calm, [(3, 0), (3, 4)])
+    """A rank stays in doubt until the state changes hands. A step that it has finished then is not repeated."""
+    faults, expected = DOUBTS[case]
+    assert trained(tmp_path, 3, *faults) == (calm, [(3, 0), expected])
 
 
 def test_a_death_in_an_evaluation_and_one_right_after_it_cost_nothing(tmp_path: Path, calm: dict[str, Any]) -> None:
@@ -150,14 +139,6 @@ def test_a_drain_of_all_workers_in_an_evaluation_commits_the_state(tmp_path: Pat
 def test_two_deaths_in_a_row_cost_two_steps(tmp_path: Path, calm: dict[str, Any]) -> None:
     outcome, formed = trained(tmp_path, 4, Fault(0, "exchange", 3), Fault(2, "mirror", 4))
     assert (outcome, formed) == (calm, [(4, 0), (3, 3), (2, 4)])
-
-
-@pytest.mark.chaos
-def test_deaths_of_ranks_that_do_not_mirror_each_other_cost_the_step_in_flight(
-    tmp_path: Path, calm: dict[str, Any]
-) -> None:
-    outcome, formed = trained(tmp_path, 4, Fault(0, "exchange"), Fault(2, "exchange"))
-    assert outcome == calm and formed[-1] == (2, 3)
 
 
 def test_the_run_resumes_from_its_commit_if_a_shard_and_its_mirror_die(tmp_path: Path, calm: dict[str, Any]) -> None:

@@ -83,7 +83,7 @@ def train_in_full_precision(group: ProcessGroup) -> dict[str, Any]:
 
 
 def test_weights_and_losses_have_the_same_bits_at_every_world_size() -> None:
-    results = {world_size: run_ranks(world_size, train_each) for world_size in (1, 2, 3, 4)}
+    results = {world_size: run_ranks(world_size, train_each) for world_size in (1, 2, 3)}
     [expected] = results[1]
     for result in itertools.chain.from_iterable(results.values()):
         assert result == expected

@@ -280,12 +280,12 @@ def test_a_restart_of_the_training_function_frees_what_it_had_built(
             with step:
                 compute_gradients(step, model)
                 step.optimize()
-                if step.index == len(built) and len(built) < 4:
+                if step.index == len(built) and len(built) < 3:
                     raise dist.DistNetworkError(PEER_FAILURE)
 
     gc.disable()  # a collection might free it by chance
     try:
-        assert outcome_of(train)["status"] == "finished" and len(built) == 4
+        assert outcome_of(train)["status"] == "finished" and len(built) == 3
     finally:
         gc.enable()
 
@@ -375,10 +375,7 @@ def test_too_many_failed_saves_end_the_run_with_an_error_that_names_the_cause(
     monkeypatch.setattr(Storage, "write", fail)
     rendezvous, _ = worked(train, checkpoint={"every_steps": 1, "max_failed_saves": 2})
     outcome = rendezvous.actor._coordinator.event_log.outcome
-    assert (
-        fail_in_block.raised
-        and outcome is not None
-        and (outcome["status"], outcome["kind"]) == ("failed", "StorageError")
-    )
+    assert fail_in_block.raised and outcome is not None
+    assert (outcome["status"], outcome["kind"]) == ("failed", "StorageError")
     message = r"^3 saves in a row failed \(checkpoint\.max_failed_saves=2\).*step=3.*no space left.* commit: step 2"
     assert re.search(message, outcome["error"])
