@@ -1,7 +1,6 @@
-"""The parameters and buffers of a model, also those that its `state_dict()` omits.
+"""Tensors that a forward uses but the model's `state_dict()` omits: they are part of the run's state, too.
 
-Models with adapters often save their adapters only. The rest is part of the run's state, too: each worker may have
-built other values.
+Models with adapters often save their adapters only. The rest must not be what each worker happened to build.
 """
 
 from __future__ import annotations
@@ -40,21 +39,6 @@ def load_weights(module: torch.nn.Module, weights: Mapping[str, Any]) -> None:
             for name, tensor in tensors.items():
                 if name in weights and name not in built:
                     tensor.copy_(weights[name])
-
-
-class SavedParameters:
-    """A copy of a module's trained parameters and buffers, which an update changes for a while (the ascent of SAM)."""
-
-    @torch.no_grad()
-    def __init__(self, module: torch.nn.Module) -> None:
-        self._parameters = [(p, p.detach().clone()) for p in module.parameters() if p.requires_grad]
-        self._buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
-
-    @torch.no_grad()
-    def put_back(self, *, with_buffers: bool) -> None:
-        """Restores the parameters, bit for bit, and the buffers if the step is repeated or left out."""
-        for tensor, saved in [*self._parameters, *(self._buffers if with_buffers else [])]:
-            tensor.copy_(saved)
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:

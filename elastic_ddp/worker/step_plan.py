@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from elastic_ddp.worker.model_state import SavedParameters
 from elastic_ddp.worker.outcome import FirstError
+from elastic_ddp.worker.saved_parameters import SavedParameters
 from elastic_ddp.worker.verification import Verification
 
 if TYPE_CHECKING:
