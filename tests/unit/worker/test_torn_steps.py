@@ -94,8 +94,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return first
 
 
-@pytest.mark.parametrize("failing", [0, 1])
-@pytest.mark.parametrize("where", ["optimizer", "block"])
+@pytest.mark.parametrize(("where", "failing"), [("optimizer", 1), ("block", 0)])
 def test_a_worker_with_a_torn_step_receives_the_state_of_a_peer_that_did_the_step(
     tmp_path: Path, undisturbed: dict[str, Any], where: Place, failing: int
 ) -> None:
