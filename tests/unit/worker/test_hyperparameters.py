@@ -79,6 +79,11 @@ def chained(optimizer: Optimizer, steps: int) -> LRScheduler:
     return schedulers.ChainedScheduler(parts)
 
 
+def warmed_up(then: LRScheduler) -> LRScheduler:
+    warmup = schedulers.LinearLR(then.optimizer, 0.1, total_iters=2)
+    return schedulers.SequentialLR(then.optimizer, [warmup, then], milestones=[2])
+
+
 def multiplied(optimizer: Optimizer, steps: int) -> LRScheduler:
     return schedulers.MultiplicativeLR(optimizer, lambda _: 0.9)
 
@@ -94,21 +99,9 @@ SCHEDULES: dict[str, Schedule] = {
     "exponential": lambda optimizer, steps: schedulers.ExponentialLR(optimizer, 0.01 ** (1 / steps)),
     "restarts": lambda optimizer, steps: schedulers.CosineAnnealingWarmRestarts(optimizer, steps // 2),
     "cyclic": lambda optimizer, steps: schedulers.CyclicLR(optimizer, 0.01, 0.1, steps // 2, cycle_momentum=False),
-    "sequential": lambda optimizer, steps: schedulers.SequentialLR(
-        optimizer,
-        [
-            schedulers.LinearLR(optimizer, 0.1, total_iters=2),
-            schedulers.CosineAnnealingLR(optimizer, T_max=steps - 2),
-        ],
-        milestones=[2],
-    ),
-    "sequential lambda": lambda optimizer, steps: schedulers.SequentialLR(
-        optimizer,
-        [
-            schedulers.LinearLR(optimizer, 0.1, total_iters=2),
-            schedulers.LambdaLR(optimizer, lambda step: 1 - step / steps),
-        ],
-        milestones=[2],
+    "sequential": lambda optimizer, steps: warmed_up(schedulers.CosineAnnealingLR(optimizer, T_max=steps - 2)),
+    "sequential lambda": lambda optimizer, steps: warmed_up(
+        schedulers.LambdaLR(optimizer, lambda step: 1 - step / steps)
     ),
 }
 FUNCTIONS = ("lambda", "sequential lambda")

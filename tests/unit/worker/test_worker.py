@@ -130,14 +130,22 @@ def test_a_loop_that_is_left_before_the_last_step_does_not_finish_the_run(
     assert outcome["weights_sha256"]
 
 
-@pytest.mark.parametrize("call", [dist.get_rank, dist.barrier, lambda: dist.new_group([0])])
-def test_a_collective_before_the_first_step_is_an_error_and_no_peer_failure(
-    outcome_of: Callable[[Train], dict[str, Any]], call: Callable[[], Any]
-) -> None:
-    outcome = outcome_of(lambda run: call())
-    assert outcome["status"] == "failed" and outcome["kind"] == "TrainFunctionError"
-    assert "no process group before the first step" in outcome["error"]
-    assert "Traceback" in outcome["error"]
+def raising(error: Exception) -> Train:
+    def train(run: Run) -> None:
+        prepared(run)
+        for step in run.steps():
+            with step:
+                raise error
+
+    return train
+
+
+def in_a_thread(call: Callable[[], Any]) -> Train:
+    def train(run: Run) -> Any:
+        with ThreadPoolExecutor(1) as pool:
+            return pool.submit(call).result()
+
+    return train
 
 
 class MuteError(RuntimeError):
@@ -145,15 +153,41 @@ class MuteError(RuntimeError):
         raise TypeError("no text")
 
 
-def test_an_error_without_a_text_is_named_by_its_type_and_place(outcome_of: Callable[[Train], dict[str, Any]]) -> None:
-    def train(run: Run) -> None:
-        prepared(run)
-        for step in run.steps():
-            with step:
-                raise MuteError
+NO_GROUP = "no process group before the first step"
+ERRORS: dict[str, tuple[Train, str]] = {
+    "a rank too early": (lambda run: dist.get_rank(), NO_GROUP),
+    "a barrier too early": (lambda run: dist.barrier(), NO_GROUP),
+    "a group too early": (lambda run: dist.new_group([0]), NO_GROUP),
+    "no text": (raising(MuteError()), "in train\n    raise error"),
+    "module": (lambda run: run.prepare(Model()).module, "your own model, without a wrapper. Write `model`"),
+    "no_sync": (lambda run: run.prepare(Model()).no_sync, "your own model, without a wrapper. Leave out `no_sync`"),
+    "a signal": (
+        in_a_thread(lambda: signal.signal(signal.SIGUSR1, signal.SIG_DFL)),
+        "only the main thread can handle signals. Leave the",
+    ),
+    "an event loop": (in_a_thread(asyncio.get_event_loop), "which has no event loop. Use asyncio.run"),
+    "a debugger": (
+        in_a_thread(lambda: pdb.Pdb(stdin=io.StringIO(), stdout=io.StringIO()).set_trace()),
+        "Call trainer.debug() instead of trainer.fit()",
+    ),
+}
+"""Training functions, and a part of the reported error."""
 
+
+@pytest.mark.parametrize("case", ERRORS)
+def test_an_error_of_the_training_function_is_reported_with_its_place_and_advice(
+    outcome_of: Callable[[Train], dict[str, Any]], monkeypatch: pytest.MonkeyPatch, case: str
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO())
+    train, text = ERRORS[case]
     outcome = outcome_of(train)
-    assert outcome["kind"] == "TrainFunctionError" and "in train\n    raise MuteError" in outcome["error"]
+    assert (outcome["status"], outcome["kind"]) == ("failed", "TrainFunctionError")
+    assert "Traceback" in outcome["error"] and text in outcome["error"]
+
+
+def test_errors_of_this_package_are_reported_with_their_kind(outcome_of: Callable[[Train], dict[str, Any]]) -> None:
+    outcome = outcome_of(raising(DataError("the transform raised KeyError('label')")))
+    assert (outcome["kind"], outcome["error"]) == ("DataError", "rank 0: the transform raised KeyError('label')")
 
 
 def test_a_training_function_whose_decorator_makes_it_a_generator_is_an_error(
@@ -185,49 +219,6 @@ def test_the_outcome_of_a_failed_run_has_the_steps_and_samples_that_were_done(
 
     outcome = outcome_of(fail)
     assert (outcome["status"], outcome["steps"], outcome["samples"]) == ("failed", 2, 16)
-
-
-def test_an_error_of_the_data_names_the_rank(outcome_of: Callable[[Train], dict[str, Any]]) -> None:
-    def read(run: Run) -> None:
-        prepared(run)
-        for _ in run.steps():
-            raise DataError("the transform raised KeyError('label')")
-
-    assert outcome_of(read)["error"] == "rank 0: the transform raised KeyError('label')"
-
-
-@pytest.mark.parametrize(("name", "advice"), [("module", "Write `model`"), ("no_sync", "Leave out `no_sync`")])
-def test_an_error_says_that_a_prepared_model_has_no_wrapper(
-    outcome_of: Callable[[Train], dict[str, Any]], name: str, advice: str
-) -> None:
-    outcome = outcome_of(lambda run: getattr(run.prepare(Model()), name))
-    assert f"run.prepare returned your own model, without a wrapper. {advice}" in outcome["error"]
-
-
-def in_a_thread(call: Callable[[], Any]) -> Any:
-    with ThreadPoolExecutor(1) as pool:
-        return pool.submit(call).result()
-
-
-@pytest.mark.parametrize(
-    ("call", "advice"),
-    [
-        (lambda: signal.signal(signal.SIGUSR1, signal.SIG_DFL), "only the main thread can handle signals. Leave the"),
-        (asyncio.get_event_loop, "which has no event loop. Use asyncio.run"),
-        (
-            lambda: pdb.Pdb(stdin=io.StringIO(), stdout=io.StringIO()).set_trace(),
-            "Call trainer.debug() instead of trainer.fit()",
-        ),
-    ],
-)
-def test_an_error_of_a_thread_says_what_to_use_in_a_worker(
-    outcome_of: Callable[[Train], dict[str, Any]],
-    monkeypatch: pytest.MonkeyPatch,
-    call: Callable[[], Any],
-    advice: str,
-) -> None:
-    monkeypatch.setattr(sys, "stdin", io.StringIO())
-    assert advice in outcome_of(lambda run: in_a_thread(call))["error"]
 
 
 def exit_at_step_2(run: Run) -> None:
