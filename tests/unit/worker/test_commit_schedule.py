@@ -8,14 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch.distributed as dist
 
 from elastic_ddp.checkpoint.interval import FIRST_INTERVAL_S
 from elastic_ddp.config.run_config import CheckpointConfig
 from elastic_ddp.worker.commit_schedule import MAX_SAVE_BACKOFF_S, SAVE_BACKOFF_S, CommitSchedule
 from elastic_ddp.worker.step import Step
 from tests.unit.commit_helpers import checkpointer_of, delay_writes, newest_record, wait_for_saves
-from tests.unit.single_worker import PEER_FAILURE, NewRun, Place, client_of, train, train_and_count
+from tests.unit.single_worker import NewRun, PeerFailures, client_of, train, train_and_count
 
 
 @dataclasses.dataclass
@@ -166,14 +165,8 @@ def test_a_measured_interval_is_in_the_ledger_and_in_the_commit(new_run: NewRun,
 
 def test_a_resumed_run_keeps_the_failures_that_it_has_counted(new_run: NewRun) -> None:
     settings = {"interval": "auto"}
-    run, failed = new_run(checkpoint=settings), set[int]()
-
-    def fail(step: Step) -> None:
-        if step.index in (1, 2) and step.index not in failed:
-            failed.add(step.index)
-            raise dist.DistNetworkError(PEER_FAILURE)
-
-    train(run, fail)
+    run, fail = new_run(checkpoint=settings), PeerFailures(1, 2)
+    train(run, lambda step: fail(step.index))
     before = checkpointer_of(run).schedule.to_record()
     resumed = new_run(checkpoint=settings, steps=8)
     train(resumed)
@@ -183,17 +176,11 @@ def test_a_resumed_run_keeps_the_failures_that_it_has_counted(new_run: NewRun) -
 
 def test_measurements_survive_restarts_of_the_training_function(new_run: NewRun) -> None:
     """Each failure between two commits counts, although the commit that the run returns to has none of them."""
-    run, failed = new_run(checkpoint={"interval": "auto"}), set[int]()
+    run, fail = new_run(checkpoint={"interval": "auto"}), PeerFailures(("optimizer", 1), ("optimizer", 2))
     checkpointer_of(run).schedule.interval.stalled(0.5)
     checkpointer_of(run).schedule.save_succeeded(0, 0, 1.5)
-
-    def fail(place: Place, step: int) -> None:
-        if place == "optimizer" and step in (1, 2) and step not in failed:
-            failed.add(step)
-            raise dist.DistNetworkError(PEER_FAILURE)
-
-    train_and_count(run, fail)
-    assert failed == {1, 2} and checkpointer_of(run).schedule.to_record()["losses"] == 2
+    train_and_count(run, lambda *place: fail(place))
+    assert len(fail.raised) == 2 and checkpointer_of(run).schedule.to_record()["losses"] == 2
     assert client_of(run).events_of("commit_succeeded")[-1]["interval_s"] != FIRST_INTERVAL_S
 
 
@@ -273,14 +260,8 @@ def test_a_run_that_is_not_left_on_one_node_commits_as_configured(nodes: tuple[i
 
 def test_a_run_commits_after_the_step_in_which_one_node_is_left(new_run: NewRun) -> None:
     run = new_run(checkpoint={"every_seconds": 1000})
-    client, failed = client_of(run), set[int]()
+    client, fail = client_of(run), PeerFailures(2)
     join = client.join
     client.join = lambda request, **facts: replace(join(request, **facts), num_nodes=1 if len(client.joins) > 1 else 2)  # type: ignore[method-assign]
-
-    def fail(step: Step) -> None:
-        if step.index == 2 and not failed:
-            failed.add(2)
-            raise dist.DistNetworkError(PEER_FAILURE)
-
-    train(run, wait_for_saves(run, fail))
+    train(run, wait_for_saves(run, lambda step: fail(step.index)))
     assert client.steps_of("commit_succeeded") == [3, 6]
