@@ -173,10 +173,12 @@ def _of_groups(name: str, before: Sequence[Mapping[str, Any]], after: Sequence[M
         # With a scheduler, the code's `lr` is stored as `initial_lr`; a warm-up computes its first `lr` from it.
         numbers = [n for n, keys in enumerate(differing) if key in keys and not (key == "lr" and "initial_lr" in keys)]
         label = "lr" if key == "initial_lr" else key
-        changes = [Change(f"{name}.param_groups[{n}].{label}", before[n][key], after[n][key]) for n in numbers]
-        if len(changes) == len(differing) and all(_is_same(_values(change), _values(changes[0])) for change in changes):
-            changes = [Change(f"{name}.{label}", *_values(changes[0]))]
-        yield from changes
+        pairs = {n: (before[n][key], after[n][key]) for n in numbers}
+        if len(pairs) == len(differing) and all(_is_same(pair, pairs[0]) for pair in pairs.values()):
+            yield Change(f"{name}.{label}", *pairs[0])
+            continue
+        for n, pair in pairs.items():
+            yield Change(f"{name}.param_groups[{n}].{label}", *pair)
 
 
 def _differences(name: str, saved: Any, now: Any) -> Iterator[Change]:
@@ -214,10 +216,6 @@ def _name_of(thing: object, all_things: Sequence[object]) -> str:
     alike = [other for other in all_things if type(other) is type(thing)]
     number = next(number for number, other in enumerate(alike) if other is thing)
     return type(thing).__name__ + (f"[{number}]" if len(alike) > 1 else "")
-
-
-def _values(change: Change) -> tuple[Any, Any]:
-    return change.saved, change.now
 
 
 def _as_json(value: Any) -> Any:
