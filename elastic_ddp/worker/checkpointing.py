@@ -164,8 +164,10 @@ class Checkpointer:
         copy_began_at = time.monotonic()
         with self._client.activity.within("collective"):  # registered state may gather its shards
             values = state.state_dict()
-        if self._job.config.on_nonfinite != "ignore" and (bad := state.nonfinite_parameters()):
-            raise weights_error(step, bad)
+        if self._job.config.on_nonfinite != "ignore":
+            nonfinite = state.nonfinite_parameters()
+            if nonfinite:
+                raise weights_error(step, nonfinite)
         if self._job.debugged is not None:
             self.schedule.reset_timer(step)
             return

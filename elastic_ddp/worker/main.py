@@ -161,8 +161,8 @@ def debug(job: Job, client: RendezvousClient, device: torch.device) -> Outcome:
         is_finished = True
         return outcome
     except Exception as error:
-        # BdbQuit: quitting pdb is no error of the program.
-        if not isinstance(error, BdbQuit) and (advice := _advice(error, loop) or environment().advise(error)):
+        advice = _advice(error, loop) or environment().advise(error)
+        if advice and not isinstance(error, BdbQuit):  # quitting pdb is no error of the program
             error.add_note(advice)
         raise
     finally:

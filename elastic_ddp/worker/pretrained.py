@@ -191,7 +191,8 @@ class PretrainedWeights:
         if store.rejected:
             reasons = "; ".join(f"{key}: {reason}" for key, reason in store.rejected)
             raise CheckpointError(f"no commit in {self.uri} is usable: {reasons}")
-        if self.step is not None and (steps := store.steps()):
+        steps = [] if self.step is None else store.steps()
+        if steps:
             raise ConfigError(
                 f"run.load_weights: {self.uri} has no commit at step {self.step}. Use one of "
                 f"{', '.join(map(str, steps))}."

@@ -167,39 +167,6 @@ def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(world_size: int, nam
             assert _same(uninterrupted, resumed), optimizer
 
 
-def _moved_up(group: ProcessGroup, folder: Path) -> dict[int, Everything]:
-    """Two processes train; then the second and a third resume from a commit. Returns the states by generation."""
-    first, states = group.assignment, {}
-    group.barrier()
-    group.close(intact=True)
-    for number, members in ((2, (0, 1)), (3, (1, 2))):
-        if first.rank in members:
-            place = replace(first, generation=number, rank=members.index(first.rank), world_size=2)
-            formed = ProcessGroup.form(place, store=group.store, device=group.device, timeout_s=60)
-            state, strategy = begin_generation(formed, "AdamW", folder=None if number == 2 else folder)
-            if number == 2:
-                train_on(strategy, formed, state, ROWS, range(2))
-                save(formed, folder, state.state_dict())
-            train_on(strategy, formed, state, ROWS, range(2, 4))
-            states[number] = everything(state)
-            save(formed, folder.with_name(f"of-{number}"), state.state_dict())
-            del state, strategy
-            formed.close(intact=True)
-    return states
-
-
-def test_a_process_whose_rank_changed_has_the_shards_of_its_new_rank(tmp_path: Path) -> None:
-    first, second, third = run_ranks(3, _moved_up, tmp_path / "commits")
-    for state in (second[2], second[3], third[3]):
-        assert _same(state, first[2])
-    assert [*first, *third] == [2, 3]
-    for number in (2, 3):
-        store = CheckpointStore(Storage(tmp_path / f"of-{number}"), keep=1)
-        newest = store.latest()
-        assert newest is not None
-        store.verify(newest)
-
-
 def _resources_by_generation(group: ProcessGroup, num_generations: int) -> list[tuple[int, int]]:
     """Returns the number of descriptors and threads after each generation, in each of which the rank changes."""
     first, counts = group.assignment, []
