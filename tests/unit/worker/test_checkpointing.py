@@ -174,23 +174,15 @@ def test_a_late_save_that_finds_a_later_commit_is_retried_at_once_and_does_not_c
 ) -> None:
     """A run that resumed from an older commit may have left later ones."""
     run = new_run(checkpoint={"every_steps": 3, "max_failed_saves": 0})
-    writer, may_write, ended = checkpointer_of(run)._saver._writer, threading.Event(), list[int]()
-    write = writer.write
-
-    def write_late(*args: Any) -> Any:
-        assert may_write.wait(60)
-        return write(*args)
-
-    monkeypatch.setattr(writer, "write", write_late)
+    may_write = delay_writes(monkeypatch, "step=3/")
 
     def in_step(step: Step) -> None:
-        if step.index == 3 and not ended:
+        if step.index == 3 and not may_write.is_set():
             commit(tmp_path, 90)
             checkpointer_of(run).generation_ended(intact=True)
             may_write.set()
             checkpointer_of(run).close(60)
             commits_in(tmp_path).delete("commits/90.json")
-            ended.append(3)
         checkpointer_of(run).close(60)
 
     train(run, in_step)

@@ -118,15 +118,6 @@ def test_the_newest_commit_in_the_storage_decides_when_the_next_is_due() -> None
     assert (case.schedule.step, case.schedule.committed_step) == (10, 10) and case.schedule.should_commit(21)
 
 
-def test_a_run_that_starts_over_keeps_its_timer_from_now() -> None:
-    case = Scheduled({"every_seconds": 30})
-    case.schedule.reset_timer(20)
-    case.now += 29
-    case.schedule.start_over()
-    case.now += 29
-    assert case.schedule.step is None and not case.schedule.should_commit(5)
-
-
 def test_all_failed_workers_of_an_earlier_process_count_once_when_a_run_resumes() -> None:
     for after_failure, seen, expected in [(True, False, 3), (False, False, 2), (True, True, 2)]:
         case = Scheduled({"interval": "auto"})

@@ -206,30 +206,6 @@ def test_a_death_does_not_change_the_bits_of_any_kind_of_job(
     assert outcomes[0] == outcomes[1]
 
 
-@pytest.mark.chaos  # test_fsdp_in_place.py has these sizes, too
-def test_sizes_change_in_place(tmp_path: Path) -> None:
-    settings = {"steps": 60}
-    plan = Plan(tmp_path, settings, pause_s=0.3, num_nodes=1)
-    with workers(plan) as run:
-        with hold(plan):
-            run.start(1)
-            wait_for_size(run, 1)
-            run.start(2)
-            wait_for_size(run, 3)
-            run.rendezvous.ask("resize", 2)
-            wait_for_size(run, 2)
-            run.rendezvous.ask("resize", 4)
-            run.start(2)
-            wait_for_size(run, 4)
-            run.rendezvous.ask("resize", 1)
-            wait_for_size(run, 1)
-        found = hashes(run)
-        sizes = iter([size for size, _ in generations(run)])  # workers that start together may join one by one
-        assert set(steps_of_commits(run)) == {60}
-    assert all(size in sizes for size in (1, 3, 2, 4, 1)), "in this order"
-    assert found == trained(tmp_path / "calm", 2, **settings)[0]
-
-
 @pytest.mark.chaos
 def test_compiled_blocks_are_not_compiled_again_when_sizes_change(tmp_path: Path) -> None:
     """One worker stays, another one joins and leaves five times."""
