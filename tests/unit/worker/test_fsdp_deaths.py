@@ -48,7 +48,8 @@ def calm(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return trained(tmp_path_factory.mktemp("calm"), 1)[0]
 
 
-@pytest.mark.parametrize("size", [4, *(pytest.param(size, marks=pytest.mark.chaos) for size in (2, 3))])
+@pytest.mark.chaos  # the runs with deaths have these bits, too
+@pytest.mark.parametrize("size", [2, 3, 4])
 def test_a_calm_run_has_equal_bits_at_every_size(tmp_path: Path, calm: dict[str, Any], size: int) -> None:
     assert trained(tmp_path, size) == (calm, [(size, 0)])
 
@@ -93,7 +94,7 @@ DOUBTS: dict[str, tuple[tuple[Fault, ...], tuple[int, int]]] = {
     "rank 1 has finished the step": (doubt(0, 2), (3, 4)),
     "rank 2 has finished the step": (doubt(0, 1), (3, 4)),
     "all votes failed": (doubt(0, 1, 2), (3, 3)),
-    "all but a rank that dies": ((Fault(0, "optimizer"), *doubt(1, 2)), (2, 3)),
+    "rank 0 alone has finished it, and dies": ((Fault(0, "optimizer"), *doubt(1, 2)), (2, 3)),
     "rank 0 dies before it sends the state": ((Fault(0, HAND_OVER), *doubt(1, 2)), (2, 3)),
     "rank 0 fails before it sends the state": ((Fault(0, HAND_OVER, kind="fail"), *doubt(1, 2)), (3, 4)),
     "rank 0 fails before rows move": ((Fault(0, MOVE, kind="fail"), *doubt(1, 2)), (3, 4)),
@@ -147,6 +148,7 @@ def test_the_run_resumes_from_its_commit_if_a_shard_and_its_mirror_die(tmp_path:
     assert outcome == calm and formed[-1] in [(1, 4), (1, 2)]
 
 
+@pytest.mark.chaos  # as without memory for mirrors
 def test_without_mirrors_a_death_resumes_from_the_commit(tmp_path: Path, calm: dict[str, Any]) -> None:
     fsdp = {"shard_classes": ["Block"], "mirror": False}
     outcome, formed = trained(tmp_path, 3, Fault(1, "vote", 5), checkpoint={"every_steps": 2}, fsdp=fsdp)
