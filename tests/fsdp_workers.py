@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.optim.lr_scheduler import StepLR
 from torch.utils.checkpoint import checkpoint
 
-from tests.loops import loop_of
+from tests.loops import member_of
 from tests.unit.single_worker import CPU, PEER_FAILURE, StepCounter
 from tests.workers import Workers, running
 
@@ -181,7 +181,7 @@ def train(run: Any, plan: Plan) -> None:
                 plan.after_optimize(model)
             if plan.make_model is Compiled:
                 count = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-                (plan.folder / f"graphs-{loop_of(run).client.member.id}").write_text(str(count))
+                (plan.folder / f"graphs-{member_of(run).id}").write_text(str(count))
             counter.steps.append(step.index)
     assert counter.steps == list(range(run.config.steps)), counter.steps
 

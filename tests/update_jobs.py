@@ -13,7 +13,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits as bce
 from torch.nn.functional import mse_loss
 
 from tests.fsdp_workers import Fault, Striker
-from tests.loops import loop_of
+from tests.loops import member_of
 
 STEPS = 6
 SETTINGS: dict[str, Any] = {
@@ -271,7 +271,7 @@ def _evaluate(generation: Any, *_: Any) -> float:
 
 
 def _is_worker(number: int) -> bool:
-    return bool(loop_of(strike.run).client.member.id == f"worker-{number}")
+    return bool(member_of(strike.run).id == f"worker-{number}")
 
 
 def _strike(place: str, *_: Any) -> None:

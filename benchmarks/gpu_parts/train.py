@@ -199,16 +199,17 @@ def elastic_places() -> list[Place]:
     from elastic_ddp.distributed.process_group import ProcessGroup
     from elastic_ddp.worker.loop import Loop
     from elastic_ddp.worker.step import Step
+    from elastic_ddp.worker.update import Update
 
     return [
         (Step, "__enter__"),
         (MicroBatchFeed, "_take"),
-        (Step, "_backward"),
+        (Update, "_backward"),
         (CanonicalReduction, "fold"),
         (CanonicalReduction, "_bucket_sums"),
-        (Step, "_optimize"),
+        (Update, "_optimize"),
         (ProcessGroup, "synchronize"),
-        (Step, "_update"),
+        (Update, "_apply"),
         (Step, "__exit__"),
         (Loop, "_end_step"),
     ]
@@ -220,6 +221,7 @@ def elastic_commands(run: Any, model: torch.nn.Module, gate: Gate, side: Side) -
     from elastic_ddp.worker.commit_schedule import CommitSchedule
     from elastic_ddp.worker.job import COMMITS
     from elastic_ddp.worker.restore import restore
+    from tests.loops import generation_of, is_saving, job_of, state_of
 
     is_due = False
 
@@ -249,29 +251,30 @@ def elastic_commands(run: Any, model: torch.nn.Module, gate: Gate, side: Side) -
             yield
             began_at = time.perf_counter()
             held.append(began_at - begin)
-            while run._loop.checkpointer.is_saving:
+            while is_saving(run):
                 begin = time.perf_counter()
                 yield
                 beside.append(time.perf_counter() - begin)
             write_s.append(time.perf_counter() - began_at)
-        newest = CommitCatalog(WatchedStorage(run._loop.job.storage.at(COMMITS))).latest()
+        newest = CommitCatalog(WatchedStorage(job_of(run).storage.at(COMMITS))).latest()
         num_bytes = newest.num_bytes if newest is not None else 0
         return {"alone_s": alone, "held_s": held, "beside_s": beside, "write_s": write_s, "num_bytes": num_bytes}
 
     def restore_newest(command: dict[str, Any]) -> Command:
         """Restores the newest commit into the model and the optimizer, which then continue from their old position."""
         yield from ()
-        loop, storage = run._loop, WatchedStorage(run._loop.job.storage.at(COMMITS))
+        storage, state, generation = WatchedStorage(job_of(run).storage.at(COMMITS)), state_of(run), generation_of(run)
+        assert generation is not None
         read_s, load_s = [], []
         for _ in range(command["rounds"]):
-            position, begin = loop.state.position, time.perf_counter()
-            restored = restore(CommitCatalog(storage), storage, loop.membership.generation.group)
+            position, begin = state.position, time.perf_counter()
+            restored = restore(CommitCatalog(storage), storage, generation.group)
             assert restored is not None, "there is a commit"
             read_s.append(time.perf_counter() - begin)
-            loop.state.load_state_dict(restored[1])
+            state.load_state_dict(restored[1])
             gate.synchronize()
             load_s.append(time.perf_counter() - begin - read_s[-1])
-            loop.state.position = position
+            state.position = position
         return {"read_s": read_s, "load_s": load_s}
 
     def evaluations(command: dict[str, Any]) -> Command:

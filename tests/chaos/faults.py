@@ -23,7 +23,7 @@ from elastic_ddp.ray_internals.drain import drain
 from tests.chaos import hosts
 from tests.integration import jobs
 from tests.integration.clusters import parent_of
-from tests.loops import loop_of
+from tests.loops import activity_of, generation_of, is_saving, member_of, rendezvous_client_of, storage_of_commits
 
 DRAIN_S = 8.0
 """Deadline of a drained node in seconds."""
@@ -105,7 +105,7 @@ def make_train(
 
     def train(run: ed.Run) -> None:
         _install(run, faults, Path(markers))
-        loop_of(run).membership.activity.enter("build")
+        activity_of(run).enter("build")
         if write_s:
             _slow_down(run, write_s)
         jobs.make_train(in_a_step, waits_for_saves=not write_s)(run)
@@ -143,7 +143,7 @@ def hold(until: Callable[[ed.Run, int], bool]) -> Callable[[ed.Run, int], None]:
 
     def wait(run: ed.Run, at: int) -> None:
         while run.rank == 0 and not until(run, at):
-            client, generation = loop_of(run).client, loop_of(run).membership.generation
+            client, generation = rendezvous_client_of(run), generation_of(run)
             if client.signals.reconfigure or client.signals.stop or generation is None:
                 return
             if client.signals.failed_generation == generation.number:
@@ -154,19 +154,19 @@ def hold(until: Callable[[ed.Run, int], bool]) -> Callable[[ed.Run, int], None]:
 
 
 def _install(run: ed.Run, faults: Sequence[Fault], markers: Path) -> None:
-    enter = loop_of(run).membership.activity.enter
-    rank, generation = loop_of(run).client.member.rank_in_group, 0
+    enter = activity_of(run).enter
+    rank, generation = member_of(run).rank_in_group, 0
 
     def enter_and_fail(place: str, *worked_s: Callable[[], float]) -> None:
         enter(place, *worked_s)
         fail_in(place)
 
     def fail_in(place: str) -> None:
-        if place == "backward" and loop_of(run).checkpointer.is_saving:
+        if place == "backward" and is_saving(run):
             fail_in("saving")
         nonlocal rank, generation
-        if loop_of(run).membership.generation is not None:
-            rank, generation = run.rank, loop_of(run).membership.generation.number
+        if generation_of(run) is not None:
+            rank, generation = run.rank, generation_of(run).number
         for number, fault in enumerate(faults):
             if (fault.rank, fault.place) != (rank, place):
                 continue
@@ -178,11 +178,11 @@ def _install(run: ed.Run, faults: Sequence[Fault], markers: Path) -> None:
                     continue
             if linger(faults, markers):
                 continue
-            victim = Happened(os.getpid(), loop_of(run).client.member.id, rank, run.position.step, generation)
+            victim = Happened(os.getpid(), member_of(run).id, rank, run.position.step, generation)
             if _claim(marker_of(markers, number), victim):
                 _fail(fault, run)
 
-    loop_of(run).membership.activity.enter = enter_and_fail  # type: ignore[method-assign]
+    activity_of(run).enter = enter_and_fail  # type: ignore[method-assign]
     pieces = state_transfer._pieces
 
     def pieces_and_fail(tensors: Any) -> Iterator[Any]:
@@ -195,7 +195,7 @@ def _install(run: ed.Run, faults: Sequence[Fault], markers: Path) -> None:
 
 
 def _slow_down(run: ed.Run, write_s: float) -> None:
-    storage = loop_of(run).checkpointer._storage._storage
+    storage = storage_of_commits(run)
     write = storage.write
 
     def write_slowly(key: str, data: bytes | memoryview) -> None:

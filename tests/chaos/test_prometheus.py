@@ -30,7 +30,7 @@ from elastic_ddp.telemetry import events
 from elastic_ddp.telemetry.event import last_of
 from elastic_ddp.telemetry.ledger import read_ledger
 from tests.integration import jobs
-from tests.loops import loop_of
+from tests.loops import rendezvous_client_of
 from tests.unit.cluster.test_kubernetes_files import assert_contains
 from tests.unit.ledger_events import ledger_event
 
@@ -220,7 +220,7 @@ def main() -> None:
 
     def slow(run: ed.Run, at: int) -> None:
         time.sleep(0.05)
-        client = loop_of(run).client
+        client = rendezvous_client_of(run)
         while Path(pause).exists() and not client.signals.stop and not client.signals.failed_generation:
             time.sleep(0.05)
 

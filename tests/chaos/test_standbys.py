@@ -21,7 +21,7 @@ from elastic_ddp.telemetry.description import describe_event
 from tests.chaos import faults
 from tests.chaos.runs import Trial, until
 from tests.integration import clusters, jobs
-from tests.loops import loop_of
+from tests.loops import generation_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.chaos, pytest.mark.timeout(600)]
 
@@ -33,7 +33,7 @@ def trial(folder: Path, name: str, workers: int, **settings: Any) -> Trial:
     marker, first_steps = folder / f"{name}.end", dict[int, int]()
 
     def may_go_on(run: ed.Run, at: int) -> bool:
-        generation = loop_of(run).membership.generation
+        generation = generation_of(run)
         if generation is None:  # a standby warms up
             return True
         is_first = at == first_steps.setdefault(generation.number, at)

@@ -16,7 +16,7 @@ from elastic_ddp.rendezvous.messages import MemberRequest, ProfileRequest
 from elastic_ddp.storage.storage import Storage
 from elastic_ddp.worker.trace_recording import TraceRecording
 from tests.integration import jobs
-from tests.loops import loop_of
+from tests.loops import generation_of, rendezvous_client_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 
@@ -50,7 +50,7 @@ def test_a_recording_on_a_gpu_has_its_kernels_and_a_memory_snapshot(tmp_path: Pa
 def ask(run: ed.Run, at: int) -> None:
     """A fault that asks for a profile in step 5."""
     if at == 5:
-        generation = loop_of(run).membership.generation
+        generation = generation_of(run)
         assert generation is not None
         fields: dict[str, Any] = {
             "generation": generation.number,
@@ -58,7 +58,7 @@ def ask(run: ed.Run, at: int) -> None:
             "folder": FOLDER,
         }
         profile = ProfileRequest(num_steps=3, memory=True, **fields)
-        loop_of(run).client.profile_requests.put(MemberRequest(number=1, profile=profile))
+        rendezvous_client_of(run).profile_requests.put(MemberRequest(number=1, profile=profile))
 
 
 def test_a_profiled_run_on_a_gpu_has_the_bits_of_an_undisturbed_one(tmp_path: Path) -> None:

@@ -36,7 +36,7 @@ import torch.distributed as dist
 from elastic_ddp.distributed import fsdp_rounds, nccl
 from elastic_ddp.distributed.process_group import ProcessGroup, is_peer_failure
 from elastic_ddp.worker.run import Run
-from tests.loops import loop_of
+from tests.loops import generation_of, is_ready_to_change
 from tests.ranks import PROCESSES, run_ranks
 from tests.workers import Workers, running
 
@@ -169,9 +169,9 @@ def _strike_while_nccl_connects(faults: tuple[Fault, ...]) -> None:
 
 def _may_go_on(run: Run, hold: Path) -> bool:
     """Whether the membership has changed, or this worker is ready for the change."""
-    if loop_of(run).membership.generation is None or loop_of(run).membership.generation.number > 1:
+    if generation_of(run) is None or generation_of(run).number > 1:
         return True
-    return hold.exists() and loop_of(run).membership.is_ready_to_change(run.position.step + 1)
+    return hold.exists() and is_ready_to_change(run, run.position.step + 1)
 
 
 def settings_of(**changes: Any) -> dict[str, Any]:

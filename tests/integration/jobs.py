@@ -21,7 +21,13 @@ import pyarrow.parquet as pq
 import torch
 
 import elastic_ddp as ed
-from tests.loops import loop_of
+from tests.loops import (
+    checkpointer_of,
+    is_ready_to_change,
+    rendezvous_client_of,
+    signals_of,
+    wait_for_save_in_generation,
+)
 
 FEATURES, CLASSES, ROWS = 12, 4, 1003
 STEPS = 44
@@ -80,16 +86,15 @@ class Counter:
 
 def get_ready(run: ed.Run, at: int) -> None:
     """Waits until this worker can change its rank: steps are so short that the run could end before."""
-    while loop_of(run).client.signals.reconfigure and loop_of(run).client.signals.failed_generation is None:
-        if loop_of(run).membership.is_ready_to_change(at + 1):
+    while signals_of(run).reconfigure and signals_of(run).failed_generation is None:
+        if is_ready_to_change(run, at + 1):
             return
         time.sleep(0.01)
 
 
 def finish_saving(run: ed.Run) -> None:
     """Waits for a save in progress: steps are so short that the next commit would be skipped."""
-    if (generation := loop_of(run).membership.generation) is not None:
-        loop_of(run).checkpointer._wait_in(generation.group)
+    wait_for_save_in_generation(run)
 
 
 def make_train(
@@ -146,7 +151,7 @@ def hold(marker: str, *, step: int, world_size: int = 1) -> Callable[..., None]:
 
     def fault(run: ed.Run, at: int) -> None:
         while run.rank == 0 and at >= step and not Path(marker).exists():
-            if run.world_size < world_size and loop_of(run).client.signals.reconfigure:
+            if run.world_size < world_size and signals_of(run).reconfigure:
                 return
             time.sleep(0.05)
 
@@ -159,7 +164,7 @@ def hold_for_others(marker: str, *, step: int) -> Callable[..., None]:
     def fault(run: ed.Run, at: int) -> None:
         if run.rank == 0 and at == step and not Path(marker).exists():
             Path(marker).touch()
-            while not loop_of(run).client.signals.reconfigure:
+            while not signals_of(run).reconfigure:
                 time.sleep(0.01)
 
     return fault
@@ -181,9 +186,9 @@ def hold_until_asked(marker: str, *, step: int) -> Callable[..., None]:
     """Returns a fault: rank 0 waits in each step from `step` on until `marker` exists or a request arrives."""
 
     def fault(run: ed.Run, at: int) -> None:
-        client = loop_of(run).client
+        client = rendezvous_client_of(run)
         while run.rank == 0 and at >= step and not Path(marker).exists():
-            if client.signals.reconfigure or client.signals.stop or loop_of(run).checkpointer.schedule.is_requested:
+            if client.signals.reconfigure or client.signals.stop or checkpointer_of(run).schedule.is_requested:
                 return
             time.sleep(0.01)
 

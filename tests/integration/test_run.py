@@ -33,7 +33,7 @@ from elastic_ddp.telemetry import read_ledger
 from elastic_ddp.telemetry.events import PhasesMeasured
 from elastic_ddp.worker.job import COMMITS
 from tests.integration import jobs
-from tests.loops import loop_of
+from tests.loops import state_of
 from tests.single_rank_store import SingleRankStore
 
 pytestmark = pytest.mark.slow
@@ -251,7 +251,7 @@ def test_replicas_that_differ_are_not_committed_and_the_same_command_resumes(fol
     def fault(run: ed.Run, step: int) -> None:
         if run.rank == 1 and step == 24 and not marker.exists():
             marker.touch()
-            weight = next(loop_of(run).state.module.parameters())
+            weight = next(state_of(run).module.parameters())
             weight.data.view(-1).view(torch.int32)[7] ^= 1
 
     train = jobs.make_train(fault, str(folder / "held-out"))

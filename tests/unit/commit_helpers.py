@@ -14,11 +14,10 @@ import pytest
 from elastic_ddp.checkpoint import Commit, CommitCatalog
 from elastic_ddp.errors import StorageError
 from elastic_ddp.storage.storage import Storage
-from elastic_ddp.worker.checkpointing import Checkpointer
 from elastic_ddp.worker.job import COMMITS
 from elastic_ddp.worker.run import Run
 from elastic_ddp.worker.step import Step
-from tests.loops import loop_of
+from tests.loops import wait_for_save
 from tests.single_rank_store import SingleRankStore
 
 RUNNING: Any = SimpleNamespace(aborted=False)
@@ -46,15 +45,11 @@ def metrics_by_step(folder: Path) -> dict[int, dict[str, Any]]:
     return {step: found.record["metrics"] for step, found in commits if isinstance(found, Commit)}
 
 
-def checkpointer_of(run: Run) -> Checkpointer:
-    return loop_of(run).checkpointer
-
-
 def wait_for_saves(run: Run, then: Callable[[Step], None] = lambda step: None) -> Callable[[Step], None]:
     """In every step, waits for the save of the step before, and then calls `then`."""
 
     def in_step(step: Step) -> None:
-        checkpointer_of(run).close(60)
+        wait_for_save(run)
         then(step)
 
     return in_step

@@ -21,7 +21,7 @@ from elastic_ddp.storage.storage import Storage
 from elastic_ddp.worker.job import Job
 from elastic_ddp.worker.loop import Loop
 from elastic_ddp.worker.run import Run
-from tests.loops import loop_of
+from tests.loops import leave
 from tests.ranks import empty_store
 from tests.unit.faulty import QUICK, Died
 from tests.unit.inprocess_rendezvous import FAKE_RAY, InProcessRendezvous
@@ -54,7 +54,7 @@ def new_run(
 
     def make(num_rows: int = 80, folder: str = "run", **changes: Any) -> Run:
         for run in runs:
-            loop_of(run).membership.leave(intact=True)
+            leave(run)
         settings = {"name": "test", "storage": str(tmp_path), "steps": 6, "global_batch_size": 8, "micro_batch_size": 2}
         index: Any = FakeIndex(num_rows)
         job = Job(
@@ -71,7 +71,7 @@ def new_run(
 
     yield make
     for run in runs:
-        loop_of(run).membership.leave(intact=True)
+        leave(run)
 
 
 @pytest.fixture

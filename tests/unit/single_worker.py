@@ -30,7 +30,7 @@ from elastic_ddp.worker.generation import Generation
 from elastic_ddp.worker.run import Run
 from elastic_ddp.worker.step import Step
 from elastic_ddp.worker.worker_membership import RestartTraining
-from tests.loops import loop_of
+from tests.loops import finish, leave, rendezvous_client_of, restart
 
 CPU = torch.device("cpu")
 PEER_FAILURE = "[gloo/transport/tcp/pair.cc] Connection closed by peer"
@@ -212,7 +212,7 @@ NewRun = Callable[..., Run]
 
 
 def client_of(run: Run) -> FakeClient:
-    client: Any = loop_of(run).client
+    client: Any = rendezvous_client_of(run)
     return client
 
 
@@ -242,7 +242,7 @@ def compute_gradients(step: Step, model: torch.nn.Module) -> None:
         step.backward(model(batch["x"]).square().mean())
 
 
-def train(run: Run, in_step: Callable[[Step], None] = lambda step: None) -> dict[str, Any]:
+def take_steps(run: Run, in_step: Callable[[Step], None] = lambda step: None) -> None:
     """A training function; `in_step` is called in the middle of every step, between a forward and its backward."""
     model = prepared(run)
     for step in run.steps():
@@ -253,7 +253,12 @@ def train(run: Run, in_step: Callable[[Step], None] = lambda step: None) -> dict
                     in_step(step)
                 step.backward(loss)
             step.optimize()
-    return loop_of(run).finish()
+
+
+def train(run: Run, in_step: Callable[[Step], None] = lambda step: None) -> dict[str, Any]:
+    """Runs `take_steps` and ends the run. Returns its outcome."""
+    take_steps(run, in_step)
+    return finish(run)
 
 
 def evaluate(run: Run) -> float:
@@ -312,10 +317,9 @@ def train_and_count(
                     if evaluates:
                         evaluate(run)
                     counter.steps.append(step.index)
-            outcome = loop_of(run).finish()
+            outcome = finish(run)
         except RestartTraining:
-            loop_of(run).restart()
-            run = Run(loop_of(run))
+            run = restart(run)
         else:
-            loop_of(run).membership.leave(intact=True)
+            leave(run)
             return outcome, counter.steps

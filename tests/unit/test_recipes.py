@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from elastic_ddp.data.micro_batches import MicroBatch
-from tests.loops import loop_of
+from tests.loops import finish
 from tests.unit.single_worker import FakeFeed, NewRun, evaluate_with
 
 PAGES = sorted((Path(__file__).parents[2] / "docs/guides").glob("recipes*.md"))
@@ -52,7 +52,7 @@ def train_with(recipe: str, run: Any) -> dict[str, Any]:
     names = {"torch": torch, "Net": Net, "GPT": Net, "Block": torch.nn.Linear, "loss_fn": loss_fn}
     exec(compile(RECIPES[recipe], f"{recipe}.py", "exec"), names)
     names["train"](run)
-    return loop_of(run).finish()
+    return finish(run)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

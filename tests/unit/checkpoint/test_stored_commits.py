@@ -23,7 +23,7 @@ from elastic_ddp.telemetry import read_ledger, summarize
 from elastic_ddp.worker.generation import strategy_of
 from elastic_ddp.worker.job import COMMITS
 from elastic_ddp.worker.restore import restore
-from tests.loops import loop_of
+from tests.loops import finish
 from tests.ranks import run_ranks
 from tests.unit.distributed.test_fsdp import prepared as prepared_shards
 from tests.unit.distributed.test_fsdp import train_on
@@ -96,7 +96,7 @@ def _train(new_run: NewRun, steps: int) -> dict[str, Any]:
             step.optimize()
             counted.steps.append(step.index)
     assert counted.steps == [*range(steps)]
-    return loop_of(run).finish()
+    return finish(run)
 
 
 def test_a_finished_run_has_the_same_weights_and_samples(new_run: NewRun, stored: Path) -> None:

@@ -13,7 +13,8 @@ from elastic_ddp.driver.display import describe_event
 from elastic_ddp.errors import ConfigError
 from elastic_ddp.rendezvous.actor import Rendezvous
 from elastic_ddp.rendezvous.messages import RendezvousOptions
-from tests.loops import loop_of
+from elastic_ddp.worker.loop import Loop
+from tests.loops import job_of
 from tests.unit.membership_harness import FAILED, MembershipHarness, ids_of
 from tests.unit.rendezvous_harness import Play, events_of, started
 from tests.unit.single_worker import FakeClient, NewRun, client_of, train
@@ -75,9 +76,9 @@ def test_a_generation_that_was_formed_for_an_evaluation_ends_before_the_next_ste
     new_run: NewRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = new_run()
-    config: Any = loop_of(run).job.config
+    config: Any = job_of(run).config
     object.__setattr__(config, "even_micro_batches", True)
-    monkeypatch.setattr(type(loop_of(run)), "world_size", property(lambda loop: 3 if len(client.joins) < 2 else 1))
+    monkeypatch.setattr(Loop, "world_size", property(lambda loop: 3 if len(client.joins) < 2 else 1))
     client: FakeClient = client_of(run)
     assert train(run)["steps"] == 6
     assert client.joins == [(None, True), (0, True)]

@@ -110,13 +110,13 @@ def test_no_credential_is_in_a_file_of_the_run_or_in_its_output(
     for name in ("AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "RAY_AUTH_TOKEN", "HF_TOKEN"):
         monkeypatch.setenv(name, SECRET)
     run = new_run(env={"UNUSUAL": SECRET}, runtime_env={"py_modules": [f"s3://bucket/{SECRET}.zip"]})
-    job = loop_of(run).job
+    job = job_of(run)
     model = prepared(run)
     for step in run.steps():
         with step:
             compute_gradients(step, model)
             step.optimize()
-    outcome = {"status": "finished", **loop_of(run).finish()}
+    outcome = {"status": "finished", **finish(run)}
 
     rendezvous = inprocess_rendezvous()
     monkeypatch.setattr(session_module, "run_workers", lambda *_: rendezvous.ask("end", None, None, outcome))

@@ -29,7 +29,7 @@ from elastic_ddp.telemetry.description import describe_event
 from elastic_ddp.telemetry.event import PEER_FAILED, Event
 from elastic_ddp.telemetry.events import CommitSucceeded
 from elastic_ddp.telemetry.ledger import read_ledger
-from tests.loops import loop_of
+from tests.loops import job_of
 from tests.unit.inprocess_rendezvous import FAKE_RAY, InProcessRendezvous
 from tests.unit.ledger_events import ledger_event
 from tests.unit.rendezvous_harness import member
@@ -64,7 +64,7 @@ def drive(
             rendezvous.ask("end", WORKER, None, {"status": "failed", "error": "the loss is no number"})
             then(rendezvous)
 
-        job, rendezvous = loop_of(new_run()).job, inprocess_rendezvous()
+        job, rendezvous = job_of(new_run()), inprocess_rendezvous()
         monkeypatch.setattr(session_module, "run_workers", work)
         with session_of(job, rendezvous) as session:
             assert session.run()["error"] == "the loss is no number"
@@ -129,7 +129,7 @@ def test_a_run_whose_gcs_does_not_return_commits_and_ends_with_what_to_do(
     new_run: NewRun, inprocess_rendezvous: Callable[..., InProcessRendezvous], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ray itself ends the driver after a minute, with its own line only."""
-    job, rendezvous, clock = loop_of(new_run()).job, inprocess_rendezvous(), iter(range(0, 10**6, 10))
+    job, rendezvous, clock = job_of(new_run()), inprocess_rendezvous(), iter(range(0, 10**6, 10))
 
     def refuse(*_: Any) -> None:
         raise ConnectionRefusedError

@@ -16,7 +16,7 @@ from elastic_ddp.checkpoint import Save
 from elastic_ddp.rendezvous.hang import Activity, HangDetector
 from elastic_ddp.storage.storage import Storage
 from elastic_ddp.worker.run import Run
-from tests.loops import loop_of
+from tests.loops import checkpointer_of, is_durable, job_of
 from tests.saving import LocalMailbox
 from tests.unit.checkpoint.test_checkpoint import make_state
 from tests.unit.single_worker import NewRun, client_of, prepared, train
@@ -142,7 +142,7 @@ def begin_save(run: Run, rank: int, mailbox: LocalMailbox) -> None:
         fence=lambda: None,
         on_end=lambda outcome: None,
     )
-    loop_of(run).checkpointer._saver.begin(make_state(1), save)
+    checkpointer_of(run)._saver.begin(make_state(1), save)
 
 
 def test_a_rank_that_writes_while_rank_0_waits_makes_progress(new_run: NewRun, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,7 +159,7 @@ def test_a_rank_that_writes_while_rank_0_waits_makes_progress(new_run: NewRun, m
 
     def save_and_ask() -> bool:
         begin_save(run, 1, LocalMailbox())
-        return loop_of(run)._is_durable(generation)
+        return is_durable(run, generation)
 
     with while_blocked(monkeypatch, "write", save_and_ask, activity, "collective"):
         detector = detect_hang(rank1=activity)
@@ -175,7 +175,7 @@ def test_a_rank_0_that_waits_for_a_share_is_not_the_culprit(new_run: NewRun) -> 
 
     def save_and_wait() -> None:
         begin_save(run, 0, mailbox)
-        loop_of(run).checkpointer.wait(group)
+        checkpointer_of(run).wait(group)
 
     with ThreadPoolExecutor(1) as thread:
         result = thread.submit(save_and_wait)
@@ -203,7 +203,7 @@ def test_slow_weights_of_another_run_are_no_hang(new_run: NewRun, monkeypatch: p
 
     def load_and_begin() -> None:
         prepared(run)
-        run.load_weights(loop_of(other).job.storage.uri)
+        run.load_weights(job_of(other).storage.uri)
         next(run.steps())
 
     with while_blocked(monkeypatch, "read_into", load_and_begin, activity, "hand-over"):

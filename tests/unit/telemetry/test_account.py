@@ -139,8 +139,7 @@ def test_work_in_a_long_wait_is_at_most_a_typical_step() -> None:
 
 def test_a_first_step_that_waits_for_a_failed_peer_counts_as_detection(new_run: NewRun) -> None:
     run, now = new_run(), 1000.0
-    loop_of(run).membership.clock.account._clock = lambda: now
-    loop_of(run).membership.activity._clock = lambda: now
+    set_clock(run, lambda: now)
     model = prepared(run)
     for step in run.steps():
         with step:

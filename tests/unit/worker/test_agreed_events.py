@@ -14,7 +14,7 @@ from elastic_ddp.rendezvous.snapshot import Snapshot
 from elastic_ddp.telemetry.events import StepsCompleted
 from elastic_ddp.worker.agreed_events import AgreedEvents
 from elastic_ddp.worker.run import Run
-from tests.loops import loop_of
+from tests.loops import measure, rendezvous_client_of
 from tests.unit.single_worker import CPU, prepared
 from tests.workers import running
 
@@ -27,14 +27,14 @@ def train_and_kill_rank_0(run: Run) -> None:
     for step in run.steps():
         is_first_rank_0 = run.rank == 0 and run.world_size == 2
         if is_first_rank_0 and step.index == 0:
-            loop_of(run).client._sender.submit(time.sleep, 60)
+            rendezvous_client_of(run)._sender.submit(time.sleep, 60)
         with step:
             for batch in step.micro_batches():
                 step.backward(model(batch["x"]).square().mean())
             step.optimize()
         steps_done = step.index + 1
         if steps_done % EVALUATE_EVERY == 0:
-            loop_of(run).measure("twice", lambda generation: 2 * generation.state.position.step)
+            measure(run, "twice", lambda generation: 2 * generation.state.position.step)
         if is_first_rank_0 and steps_done == KILLED_AFTER:
             os.kill(os.getpid(), signal.SIGKILL)
 

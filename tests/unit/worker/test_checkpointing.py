@@ -20,10 +20,9 @@ from elastic_ddp.storage.storage import Storage
 from elastic_ddp.worker import commit_schedule
 from elastic_ddp.worker.job import COMMITS
 from elastic_ddp.worker.step import Step
-from tests.loops import loop_of
+from tests.loops import checkpointer_of, fake_weights, job_of, leave, wait_for_save
 from tests.unit.commit_helpers import (
     break_storage,
-    checkpointer_of,
     commit,
     commits_in,
     delay_writes,
@@ -37,7 +36,7 @@ from tests.unit.single_worker import PEER_FAILURE, NewRun, client_of, train
 def test_a_commit_records_its_run_versions_and_position(new_run: NewRun, tmp_path: Path) -> None:
     run = new_run()
     train(run)
-    record, job = newest_record(tmp_path), loop_of(run).job
+    record, job = newest_record(tmp_path), job_of(run)
     packages = {name: version(name) for name in ("elastic-ddp", "torch", "ray", "pyarrow")}
     assert record["versions"] == {"python": platform.python_version(), **packages}
     assert (record["generation"], record["epoch"]) == (1, job.shape.epoch_of(job.total_steps))
@@ -79,7 +78,7 @@ def test_a_run_whose_replicas_differ_ends_and_resumes_from_the_commit_before(
         train(first, wait_for_saves(first, make_replicas_differ))
     assert sorted(metrics_by_step(tmp_path)) == before
     assert [event["counts"] for event in client_of(first).events_of("commit_failed")] == [False]
-    loop_of(first).membership.leave(intact=False)
+    leave(first, intact=False)
     resumed = new_run(checkpoint=settings)
     train(resumed, wait_for_saves(resumed))
     assert resumed.position.step == 6 and max(metrics_by_step(tmp_path)) == 6
@@ -87,10 +86,10 @@ def test_a_run_whose_replicas_differ_ends_and_resumes_from_the_commit_before(
 
 def test_ranks_that_end_with_different_weights_end_the_run(new_run: NewRun, monkeypatch: pytest.MonkeyPatch) -> None:
     run = new_run()
-    monkeypatch.setattr(loop_of(run), "_gather_weights_sha256", lambda generation: ["a" * 64, "b" * 64])
+    fake_weights(monkeypatch, run, ["a" * 64, "b" * 64])
     with pytest.raises(ReplicasDifferError, match=r"different weights.*0: 'a"):
         train(run)
-    loop_of(run).membership.leave(intact=False)
+    leave(run, intact=False)
 
 
 def test_a_save_that_outlives_its_generation_removes_nothing(
@@ -107,7 +106,7 @@ def test_a_save_that_outlives_its_generation_removes_nothing(
             raise dist.DistNetworkError(PEER_FAILURE)
         if step.index == 4:
             may_write.set()
-            checkpointer_of(run).close(60)
+            wait_for_save(run)
             assert [*metrics_by_step(tmp_path)] == [2] and storage.list(orphan)
 
     train(run, in_step)
@@ -159,10 +158,10 @@ def test_a_save_whose_generation_broke_is_retried_at_once_and_does_not_count(
         if step.index == 3 and not failed:
             checkpointer_of(run).generation_ended(intact=False)
             may_fail.set()
-            checkpointer_of(run).close(60)
+            wait_for_save(run)
             failed.append(3)
             raise dist.DistNetworkError(PEER_FAILURE)
-        checkpointer_of(run).close(60)
+        wait_for_save(run)
 
     train(run, in_step)
     assert client_of(run).steps_of("commit_failed") == [3] and client_of(run).steps_of("commit_succeeded") == [4, 6]
@@ -181,7 +180,7 @@ def test_a_late_save_that_finds_a_later_commit_is_retried_at_once_and_does_not_c
             commit(tmp_path, 90)
             checkpointer_of(run).generation_ended(intact=True)
             may_write.set()
-            checkpointer_of(run).close(60)
+            wait_for_save(run)
             commits_in(tmp_path).delete("commits/90.json")
         checkpointer_of(run).close(60)
 

@@ -9,9 +9,18 @@ import torch
 import torch.distributed as dist
 
 from elastic_ddp.worker.run import Run
-from tests.loops import loop_of
-from tests.unit.commit_helpers import break_storage, checkpointer_of, metrics_by_step, newest_record, wait_for_saves
-from tests.unit.single_worker import PEER_FAILURE, NewRun, Place, client_of, prepared, train, train_and_count
+from tests.loops import checkpointer_of, finish, leave, restart, state_of, wait_for_save
+from tests.unit.commit_helpers import break_storage, metrics_by_step, newest_record, wait_for_saves
+from tests.unit.single_worker import (
+    PEER_FAILURE,
+    NewRun,
+    Place,
+    client_of,
+    prepared,
+    take_steps,
+    train,
+    train_and_count,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -29,7 +38,7 @@ def train_and_evaluate(run: Run, values: dict[int, float], *, before_step: bool 
 
     model = prepared(run)
     for step in run.steps():
-        checkpointer_of(run).close(60)
+        wait_for_save(run)
         if before_step and step.index in values:
             evaluate(values[step.index])
         with step:
@@ -39,7 +48,7 @@ def train_and_evaluate(run: Run, values: dict[int, float], *, before_step: bool 
             step.optimize()
         if not before_step and step.index in values:
             evaluate(values[step.index])
-    loop_of(run).finish()
+    finish(run)
 
 
 def test_a_commit_has_the_newest_value_of_every_metric(new_run: NewRun, tmp_path: Path) -> None:
@@ -72,10 +81,9 @@ def test_without_best_metric_an_error_after_the_last_step_loses_no_commit(
     new_run: NewRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = new_run(checkpoint={"every_steps": 3, "keep": 9})
-    monkeypatch.setattr(loop_of(run), "finish", dict)
-    train(run, wait_for_saves(run))
-    loop_of(run).membership.leave(intact=False)
-    loop_of(run).membership.shut_down(save_within_s=60)
+    take_steps(run, wait_for_saves(run))
+    leave(run, intact=False)
+    wait_for_save(run)
     assert sorted(metrics_by_step(tmp_path)) == [3, 6]
 
 
@@ -121,7 +129,7 @@ def test_a_restart_from_step_0_forgets_the_metrics_of_the_steps_that_it_repeats(
     def fail(place: Place, step: int) -> None:
         if (place, step) == ("optimizer", 3) and not failed:
             checkpointer_of(run).metrics.update(step, {"accuracy": 0.5})
-            checkpointer_of(run).close(60)
+            wait_for_save(run)
             failed.append(step)
             raise dist.DistNetworkError(PEER_FAILURE)
 
@@ -135,6 +143,6 @@ def test_a_restart_with_the_state_of_a_peer_keeps_the_metrics(new_run: NewRun) -
     train(run)
     checkpointer, schedule = checkpointer_of(run), checkpointer_of(run).schedule
     checkpointer.metrics.update(6, {"accuracy": 0.5})
-    loop_of(run).restart()
-    assert checkpointer._record(loop_of(run).state, 1)["metrics"]["accuracy"] == {"value": 0.5, "step": 6}
+    restart(run)
+    assert checkpointer._record(state_of(run), 1)["metrics"]["accuracy"] == {"value": 0.5, "step": 6}
     assert schedule.step == 6 and not schedule.should_commit(7) and schedule.should_commit(8)

@@ -194,7 +194,7 @@ def test_a_commit_that_is_due_while_another_is_written_is_skipped(
     def in_step(step: Step) -> None:
         if step.index >= 7:
             may_write.set()
-            checkpointer_of(run).close(60)
+            wait_for_save(run)
 
     train(run, in_step)
     assert client_of(run).steps_of("commit_skipped") == [4, 6]

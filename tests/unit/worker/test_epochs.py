@@ -12,7 +12,7 @@ from torch.optim.lr_scheduler import ConstantLR, ExponentialLR, ReduceLROnPlatea
 from elastic_ddp.errors import CheckpointError
 from elastic_ddp.worker.run import Run
 from elastic_ddp.worker.step import Step
-from tests.loops import loop_of
+from tests.loops import finish
 from tests.ranks import run_ranks
 from tests.unit.commit_helpers import wait_for_saves
 from tests.unit.rank_steps import config_of, run_steps
@@ -42,7 +42,7 @@ def rates_of(run: Run) -> list[float]:
             rates.append(optimizer.param_groups[0]["lr"])
             compute_gradients(step, model)
             step.optimize()
-    loop_of(run).finish()
+    finish(run)
     return rates
 
 
@@ -76,7 +76,7 @@ def test_a_scheduler_that_becomes_one_of_epochs_is_an_error(new_run: NewRun) -> 
             with step:
                 compute_gradients(step, model)
                 step.optimize()
-        loop_of(run).finish()
+        finish(run)
 
     train_by_steps(new_run(ROWS, steps=7))
     with pytest.raises(CheckpointError, match=r"every='step' in the commit, .* every='epoch' in the code"):
@@ -127,7 +127,7 @@ def stepping(in_block: Callable[[Any, Any], None], after_block: Callable[[Any, A
                 step.optimize()
                 in_block(optimizer, scheduler)
             after_block(optimizer, scheduler)
-        loop_of(run).finish()
+        finish(run)
 
     return body
 
@@ -190,7 +190,7 @@ def train_with_plateau(run: Run) -> tuple[str, list[float]]:
             if step.is_last_of_epoch:
                 plateau.step(run.evaluate(lambda *_: torch.zeros(()), "held-out"))
         rates.append(optimizer.param_groups[0]["lr"])
-    return loop_of(run).finish()["weights_sha256"], rates
+    return finish(run)["weights_sha256"], rates
 
 
 def test_a_plateau_scheduler_has_the_same_bits_across_a_resume_and_a_failure_in_its_evaluation(

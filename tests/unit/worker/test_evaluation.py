@@ -17,7 +17,7 @@ from elastic_ddp.errors import ConfigError
 from elastic_ddp.worker import evaluation
 from elastic_ddp.worker.evaluated_values import Unmeasured
 from elastic_ddp.worker.step import Step
-from tests.loops import loop_of
+from tests.loops import checkpointer_of
 from tests.ranks import run_ranks
 from tests.unit.rank_steps import config_of, run_steps
 from tests.unit.single_worker import (
@@ -214,7 +214,7 @@ def test_metrics_of_a_dict_are_recorded_under_names_with_a_prefix(
     assert run.evaluate(lambda *_: torch.zeros(()), "held-out", name=name) == values
     events = {event["name"]: event["loss"] for event in client_of(run).events_of("evaluation_finished")}
     assert events == {f"{prefix}_loss": 0.5, f"{prefix}_accuracy": 0.75}
-    assert loop_of(run).checkpointer.metrics.to_record()["metrics"].keys() >= events.keys()
+    assert checkpointer_of(run).metrics.to_record()["metrics"].keys() >= events.keys()
 
 
 def test_a_result_of_no_evaluation_can_be_used_like_a_dict() -> None:

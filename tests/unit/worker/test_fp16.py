@@ -15,7 +15,7 @@ from elastic_ddp.worker import loss_scale
 from elastic_ddp.worker.loss_scale import MIN_SCALE, LossScale
 from elastic_ddp.worker.run import Run
 from elastic_ddp.worker.step import Step
-from tests.loops import loop_of
+from tests.loops import finish, state_of
 from tests.ranks import run_ranks
 from tests.unit.rank_steps import config_of, run_steps
 from tests.unit.single_worker import Model, NewRun, client_of
@@ -42,7 +42,7 @@ def train(run: Run, factors: dict[int, float], default: float = 0.01) -> dict[st
             step.optimize()
         if step.skipped:
             skipped.append(step.index)
-    return {**loop_of(run).finish(), "skipped": skipped}
+    return {**finish(run), "skipped": skipped}
 
 
 def test_the_scale_follows_the_rule_of_torchs_grad_scaler(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,7 +87,7 @@ def test_a_resumed_run_has_the_scale_and_the_bits_of_one_that_was_not_stopped(ne
     train(new_run(precision="fp16", steps=4), OVERFLOWS)
     resumed = new_run(precision="fp16", steps=6)
     outcome = train(resumed, OVERFLOWS)
-    assert loop_of(resumed).state.loss_scale == LossScale(2.0**14, growth_tracker=2)
+    assert state_of(resumed).loss_scale == LossScale(2.0**14, growth_tracker=2)
     assert outcome["weights_sha256"] == expected["weights_sha256"]
 
 
@@ -95,12 +95,12 @@ def test_a_resumed_run_has_the_scale_and_the_bits_of_one_that_was_not_stopped(ne
 def test_a_commit_with_a_scale_that_is_none_is_refused(new_run: NewRun, saved: Any) -> None:
     run = new_run(precision="fp16")
     run.prepare(Model())
-    state = loop_of(run).state.state_dict() | {"loss_scale": saved}
+    state = state_of(run).state_dict() | {"loss_scale": saved}
     if saved == {"scale": 1.0}:
-        loop_of(run).state.load_state_dict(state)
+        state_of(run).load_state_dict(state)
     else:
         with pytest.raises(CheckpointError, match="scale"):
-            loop_of(run).state.load_state_dict(state)
+            state_of(run).load_state_dict(state)
 
 
 def test_a_loss_that_is_not_finite_is_no_overflow(new_run: NewRun) -> None:
@@ -111,7 +111,7 @@ def test_a_loss_that_is_not_finite_is_no_overflow(new_run: NewRun) -> None:
 
 def test_gradients_that_overflow_at_the_smallest_scale_stop_the_run(new_run: NewRun) -> None:
     run = new_run(precision="fp16")
-    loop_of(run).state.loss_scale = LossScale(2 * MIN_SCALE)
+    state_of(run).loss_scale = LossScale(2 * MIN_SCALE)
     with pytest.raises(NonFiniteError, match=r"step 2: the gradient of .*weight.* is NaN or infinite"):
         train(run, {1: 1e30, 2: 1e30})
 

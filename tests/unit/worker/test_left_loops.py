@@ -15,7 +15,7 @@ from elastic_ddp.storage.storage import Storage
 from elastic_ddp.telemetry.goodput import goodput
 from elastic_ddp.telemetry.sessions import read_sessions
 from elastic_ddp.worker.run import Run
-from tests.loops import loop_of
+from tests.loops import finish
 from tests.unit.cli.test_cli import invoke, write_ledger
 from tests.unit.report_runs import Recorder
 from tests.unit.single_worker import NewRun, compute_gradients, prepared
@@ -31,7 +31,7 @@ def train(run: Run, leave_at: int | None = None) -> dict[str, Any]:
         with step:
             compute_gradients(step, model)
             step.optimize()
-    return loop_of(run).finish()
+    return finish(run)
 
 
 def test_some_steps_and_then_the_rest_give_the_weights_of_an_uninterrupted_run(new_run: NewRun) -> None:

@@ -20,7 +20,7 @@ from elastic_ddp.worker.job import COMMITS
 from elastic_ddp.worker.restore import restore
 from elastic_ddp.worker.run import Run
 from elastic_ddp.worker.train_state import TrainState
-from tests.loops import loop_of
+from tests.loops import finish, leave
 from tests.ranks import run_ranks
 from tests.single_rank_store import SingleRankStore
 from tests.unit.checkpoint.test_fsdp_commits import save
@@ -86,8 +86,8 @@ def train(run: Run, kind: type[torch.nn.Module], seed: int, weights: str | None 
         with step:
             compute_gradients(step, model)
             step.optimize()
-    outcome = loop_of(run).finish()
-    loop_of(run).membership.leave(intact=True)
+    outcome = finish(run)
+    leave(run)
     return str(outcome["weights_sha256"])
 
 

@@ -17,7 +17,7 @@ from elastic_ddp.worker import checkpointing
 from elastic_ddp.worker.checkpointing import Checkpointer
 from elastic_ddp.worker.run import Run
 from elastic_ddp.worker.step import Step
-from tests.loops import loop_of
+from tests.loops import checkpointer_of, restart, state_of
 from tests.ranks import single_rank_group
 from tests.single_rank_store import SingleRankStore
 from tests.unit.checkpoint.test_checkpoint import corrupt
@@ -60,7 +60,7 @@ def test_a_new_rank_0_knows_the_metrics_and_failures_of_the_newest_commit(new_ru
     commit(tmp_path, 20, metrics=metrics, losses=20, watched_s=10_004.0)
     checkpointer_of(run).refresh_newest(20)
     assert checkpointer_of(run).is_committed(20, RUNNING)
-    record = checkpointer_of(run)._record(loop_of(run).state, 2)
+    record = checkpointer_of(run)._record(state_of(run), 2)
     assert record["metrics"] == metrics and record["losses"] == 20 and record["watched_s"] >= 10_004.0
 
 
@@ -93,7 +93,7 @@ def test_a_restart_of_the_training_function_waits_for_the_newest_commit(
     checkpointer_of(run).schedule.reset_timer(20)
     checkpointer_of(run).refresh_newest(20)
     threading.Timer(0.2, may_read.set).start()
-    loop_of(run).restart()
+    restart(run)
     schedule = checkpointer_of(run).schedule
     assert schedule.step == 10 and schedule.should_commit(21)
 

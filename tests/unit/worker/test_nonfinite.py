@@ -18,9 +18,9 @@ from elastic_ddp.telemetry.event import parse
 from elastic_ddp.telemetry.summary import summarize
 from elastic_ddp.worker.run import Run
 from elastic_ddp.worker.step import Step
-from tests.loops import loop_of
+from tests.loops import finish, state_of, wait_for_save
 from tests.ranks import run_ranks
-from tests.unit.commit_helpers import checkpointer_of, commits_in
+from tests.unit.commit_helpers import commits_in
 from tests.unit.rank_steps import config_of, run_steps
 from tests.unit.single_worker import Model, NewRun, client_of
 
@@ -65,7 +65,7 @@ def train(run: Run, fault: Fault) -> dict[str, Any]:
             step.optimize()
         tensors = {name: value.clone() for name, value in model.state_dict().items()}
         states.append((tensors, optimizer.param_groups[0]["lr"], step.skipped))
-    return {**loop_of(run).finish(), "states": states}
+    return {**finish(run), "states": states}
 
 
 @pytest.mark.parametrize("clip_grad_norm", [None, 0.5])
@@ -85,7 +85,7 @@ def test_a_value_that_is_not_finite_stops_the_run_before_it_changes_anything(
         train(run, fault)
     assert 'on_nonfinite = "skip"' in str(caught.value) and "For other data, " in str(caught.value)
     assert run.position.step == 2
-    assert loop_of(run).state.nonfinite_parameters() == []
+    assert state_of(run).nonfinite_parameters() == []
 
 
 @pytest.mark.parametrize("clip_grad_norm", [None, 0.5])
@@ -131,12 +131,12 @@ def test_weights_that_the_optimizer_made_infinite_are_not_committed(new_run: New
     with pytest.raises(NonFiniteError, match="after 4 steps the weights of weight, bias are NaN or infinite"):
         for step in run.steps():
             with step:
-                checkpointer_of(run).close(60)
+                wait_for_save(run)
                 for batch in step.micro_batches():
                     step.backward(1e3 * model(batch["x"]).mean())
                 optimizer.param_groups[0]["lr"] = 3e38 if step.index == 3 else 0.1
                 step.optimize()
-    checkpointer_of(run).close(60)
+    wait_for_save(run)
     assert committed_steps(commits_in(tmp_path).listing()) == [3]
 
 

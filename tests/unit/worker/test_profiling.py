@@ -22,7 +22,7 @@ from elastic_ddp.worker.job import Job
 from elastic_ddp.worker.loop import Loop
 from elastic_ddp.worker.run import Run
 from elastic_ddp.worker.step import Step
-from tests.loops import loop_of
+from tests.loops import close_profiler, job_of, leave
 from tests.ranks import run_ranks
 from tests.unit.single_worker import CPU, FakeFeed, FakeIndex, NewRun, PeerFailures, client_of, train
 from tests.unit.worker.test_torn_steps import ClientOfTwo
@@ -37,7 +37,7 @@ def ask(run: Run, number: int = 1, **changes: Any) -> None:
 
 def answer_of(run: Run, number: int = 1) -> dict[str, Any]:
     """What the worker has answered once it has left the run."""
-    loop_of(run).profiler.close()
+    close_profiler(run)
     (answer,) = [answer for request, answer in client_of(run).answers if request == number]
     return answer
 
@@ -60,7 +60,7 @@ def test_a_rank_records_the_asked_steps_and_stores_trace_and_figures(new_run: Ne
     events = json.loads(gzip.decompress((tmp_path / "run" / answer["trace"]).read_bytes()))["traceEvents"]
     calls = [event for event in events if event["name"] == "aten::addmm"]
     assert {"step 3", "step 4", "forward", "backward"} <= {event["name"] for event in events}
-    assert len(calls) == 2 * 2 * loop_of(run).job.config.num_micro_batches, "two layers, in two steps"
+    assert len(calls) == 2 * 2 * job_of(run).config.num_micro_batches, "two layers, in two steps"
     stored = json.loads((tmp_path / "run" / FOLDER / "rank-0-figures.json").read_text())
     assert stored == answer
     (recorded,) = map(parse, client_of(run).events_of("profiled"))
@@ -107,8 +107,8 @@ def train_on_two(group: ProcessGroup, folder: Path, received_in: tuple[int, int]
                 ask(run, generation=group.assignment.generation + 1, ranks=(0, 1))
 
         outcome = train(run, in_step)
-    loop_of(run).profiler.close()
-    loop_of(run).membership.leave(intact=True)
+    close_profiler(run)
+    leave(run)
     return {"weights": outcome["weights_sha256"], "answers": client.answers}
 
 

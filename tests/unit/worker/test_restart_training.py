@@ -19,13 +19,12 @@ from elastic_ddp.rendezvous.members import JoinRequest
 from elastic_ddp.rendezvous.messages import PlannedAssignment
 from elastic_ddp.seeding import seed_all
 from elastic_ddp.storage.storage import Storage
-from elastic_ddp.telemetry.account import Account
 from elastic_ddp.worker.generation import Generation
 from elastic_ddp.worker.generation_inputs import GenerationInputs
 from elastic_ddp.worker.loop import Loop
 from elastic_ddp.worker.run import Run
 from elastic_ddp.worker.worker_membership import RestartTraining
-from tests.loops import loop_of
+from tests.loops import finish, leave, restart, set_clock, state_of, wait_for_save
 from tests.unit.single_worker import (
     PEER_FAILURE,
     FakeClient,
@@ -78,7 +77,7 @@ def test_a_running_save_ends_before_the_training_function_restarts(
     """Otherwise an older commit would be restored, and two saves would run, each with a copy of the state."""
     run, fail = new_run(checkpoint={"every_steps": 2}, drain_deadline_s=0.01), PeerFailures(("optimizer", 3))
     client = client_of(run)
-    restart, write, is_restarting = Loop.restart, Storage.write, threading.Event()
+    restart_loop, write, is_restarting = Loop.restart, Storage.write, threading.Event()
 
     def write_late(storage: Storage, key: str, data: bytes | memoryview) -> None:
         if key.startswith("step=2/"):
@@ -89,7 +88,7 @@ def test_a_running_save_ends_before_the_training_function_restarts(
 
     def note_restart(loop: Loop) -> None:
         is_restarting.set()
-        restart(loop)
+        restart_loop(loop)
 
     monkeypatch.setattr(Storage, "write", write_late)
     monkeypatch.setattr(Loop, "restart", note_restart)
@@ -102,7 +101,7 @@ def test_a_running_save_ends_before_the_training_function_restarts(
 def test_the_time_of_a_restart_does_not_belong_to_the_generation_before(new_run: NewRun, why: str) -> None:
     """The rendezvous keeps the longest account, and would count it as useful time."""
     run, now, accounts = new_run(), 1000.0, []
-    loop_of(run).membership.clock.account = Account(clock=lambda: now)
+    set_clock(run, lambda: now)
     client = client_of(run)
     join = client.join
 
@@ -117,15 +116,14 @@ def test_the_time_of_a_restart_does_not_belong_to_the_generation_before(new_run:
             now += 1.0
             with step:
                 if why == "a failure of a sharded run":
-                    run._state.layout = lambda name: None
+                    state_of(run).layout = lambda name: None
                 compute_gradients(step, model)
                 step.optimize()
                 raise dist.DistNetworkError(PEER_FAILURE)
     now += 20.0
-    loop_of(run).restart()
-    again = Run(loop_of(run))
+    again = restart(run)
     assert train(again)["steps"] == 6
-    loop_of(again).membership.leave(intact=True)
+    leave(again)
     assert [sum(account.values()) for account in accounts] == [0.0, 1.0]
 
 
@@ -149,9 +147,9 @@ def test_a_worker_whose_peer_dies_with_its_shard_restarts_and_keeps_its_place(ne
                 client.reconfigure_requested = True
                 compute_gradients(step, model)
                 step.optimize()
-    loop_of(run).restart()
+    again = restart(run)
     client.reconfigure_requested = False
-    assert train(Run(loop_of(run)))["steps"] == 6
+    assert train(again)["steps"] == 6
     assert len(client.joins) == 2
 
 
@@ -166,11 +164,10 @@ def test_a_sharded_run_refuses_a_model_that_is_already_sharded(new_run: NewRun) 
                 compute_gradients(step, model)
                 step.optimize()
                 fail(step.index)
-    loop_of(run).restart()
-    again = Run(loop_of(run))
+    again = restart(run)
     with pytest.raises(ConfigError, match=r"already sharded: 0\.weight"):
         again.prepare(module)
-    loop_of(again).membership.leave(intact=False)
+    leave(again, intact=False)
 
 
 # A loop that ends before its last step is done.
@@ -194,12 +191,11 @@ def train_until(run: Run, last: int, fail: Callable[[int], None], *, evaluates: 
             if step.index == last:
                 break
         try:
-            return loop_of(run).finish()
+            return finish(run)
         except RestartTraining:
-            loop_of(run).restart()
-            run = Run(loop_of(run))
+            run = restart(run)
         finally:
-            loop_of(run).membership.leave(intact=False)
+            leave(run, intact=False)
 
 
 def test_a_loop_that_ends_with_a_torn_step_restarts(new_run: NewRun) -> None:
@@ -212,7 +208,7 @@ def test_a_loop_that_ends_with_a_torn_step_restarts(new_run: NewRun) -> None:
             raise dist.DistNetworkError(PEER_FAILURE)
         break
     with pytest.raises(RestartTraining):
-        loop_of(run).finish()
+        finish(run)
 
 
 def test_a_loop_that_ends_with_a_failed_step_repeats_the_step(new_run: NewRun) -> None:
@@ -306,7 +302,7 @@ def test_an_evaluation_that_fails_after_each_restart_of_a_sharded_run_ends_the_r
                 compute_gradients(step, model)
                 step.optimize()
             steps.append(step.index)
-            loop_of(run).checkpointer.close(60)
+            wait_for_save(run)
             if step.index in (2, 4):
                 evaluate(run)
 
@@ -315,9 +311,8 @@ def test_an_evaluation_that_fails_after_each_restart_of_a_sharded_run_ends_the_r
             try:
                 train_once()
             except RestartTraining:
-                loop_of(run).restart()
-                run = Run(loop_of(run))
-    loop_of(run).membership.leave(intact=False)
+                run = restart(run)
+    leave(run, intact=False)
     assert steps == [0, 1, 2, 3, 4, 4, 4]
 
 
@@ -335,7 +330,7 @@ def test_different_workers_that_die_in_one_step_do_not_end_the_run(
                 step.backward(model(batch["x"]).square().mean())
             step.optimize()
         evaluate(run)
-    assert loop_of(run).finish()["steps"] == 6 and len(fail.raised) == 4
+    assert finish(run)["steps"] == 6 and len(fail.raised) == 4
 
 
 @pytest.mark.parametrize("is_sharded", [False, True], ids=["replicated", "sharded"])
@@ -356,8 +351,7 @@ def test_a_generation_that_never_forms_ends_the_run(
             try:
                 train(run)
             except RestartTraining:
-                loop_of(run).restart()
-                run = Run(loop_of(run))
+                run = restart(run)
     assert len(client.joins) == 11
 
 
@@ -402,11 +396,11 @@ def test_a_newcomer_that_warmed_up_and_finds_no_state_restarts_and_keeps_its_pla
                 client.planned_join = None  # the others die
                 compute_gradients(step, model)
                 step.optimize()
-    loop_of(run).restart()
+    again = restart(run)
     if peer_fails:
         aborts = iter([True])
         monkeypatch.setattr(client, "on_failure", lambda abort: abort() if abort and next(aborts, False) else None)
     torch.manual_seed(0)  # as `new_run` does
-    assert train(Run(loop_of(run))) == train(new_run(folder="undisturbed"))
+    assert train(again) == train(new_run(folder="undisturbed"))
     assert [failure is not None for failure in client.failures] == ([False, True] if peer_fails else [False])
     assert [event["generation"] for event in client.events_of("generation_started")] == [2 if peer_fails else 1]

@@ -16,7 +16,7 @@ from elastic_ddp.rendezvous.client import RunStopped
 from elastic_ddp.worker.evaluated_values import as_number
 from elastic_ddp.worker.run import Run
 from elastic_ddp.worker.step import Step
-from tests.loops import loop_of
+from tests.loops import finish
 from tests.unit.commit_helpers import newest_record, wait_for_saves
 from tests.unit.single_worker import (
     Model,
@@ -142,7 +142,7 @@ def test_evaluating_before_the_loop_and_training_without_it_are_refused(new_run:
     expect_config_error(
         run, lambda run: run.evaluate(lambda model, batch: model(batch), "data"), "run.evaluate", "run.steps()"
     )
-    expect_config_error(run, lambda run: loop_of(run).finish(), "nothing was trained", "run.steps()")
+    expect_config_error(run, lambda run: finish(run), "nothing was trained", "run.steps()")
     assert (run.rank, run.world_size, run.total_steps) == (0, 0, 6)
 
 
@@ -271,7 +271,7 @@ def test_a_stop_commits_the_current_step_and_ends_the_function(new_run: NewRun) 
 
     with pytest.raises(RunStopped):
         train(run, request_stop)
-    assert loop_of(run).progress()["steps"] == 2
+    assert run.position.step == 2
     assert client_of(run).steps_of("commit_succeeded") == [2]
 
 
@@ -284,7 +284,7 @@ def test_a_loop_that_ends_early_records_and_commits_its_last_step(new_run: NewRu
             step.optimize()
         if step.index == 3:
             break
-    outcome = loop_of(run).finish()
+    outcome = finish(run)
     assert outcome["steps"] == 4
     assert client_of(run).steps_of("steps_completed") == [1, 2, 3, 4]
     assert client_of(run).steps_of("commit_succeeded")[-1] == 4
@@ -300,7 +300,7 @@ def test_the_last_step_is_committed_although_a_peer_fails_right_after_it(
         with step:
             compute_gradients(step, model)
             step.optimize()
-    assert loop_of(run).finish()["steps"] == 6
+    assert finish(run)["steps"] == 6
     assert client_of(run).joins == [(None, True), (6, True)]
     assert client_of(run).steps_of("commit_succeeded") == [6]
 

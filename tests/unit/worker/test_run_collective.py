@@ -24,7 +24,7 @@ from elastic_ddp.worker.generation import Generation
 from elastic_ddp.worker.run import Run
 from elastic_ddp.worker.step import Step
 from elastic_ddp.worker.worker_membership import ConsecutiveFailures, RestartTraining
-from tests.loops import loop_of
+from tests.loops import finish, state_of
 from tests.unit.commit_helpers import commits_in
 from tests.unit.single_worker import (
     PEER_FAILURE,
@@ -68,7 +68,7 @@ def train_and_evaluate(run: Run, *after: int) -> list[float]:
             step.optimize()
         if step.index in after:
             results += [evaluate(run) for _ in range(2)]
-    assert loop_of(run).finish()["steps"] == 6
+    assert finish(run)["steps"] == 6
     return results
 
 
@@ -114,7 +114,7 @@ def test_ranks_compare_the_weights_of_the_state_that_all_have(new_run: NewRun, m
     """A peer that fails in the last step leaves some ranks a step behind. They receive the state when they rejoin."""
     run, compared = new_run(), list[bytes]()
     hashes = iter(["of the step before", "of the last step", "of the last step"])
-    monkeypatch.setattr(run._state, "weights_sha256", lambda: next(hashes))
+    monkeypatch.setattr(state_of(run), "weights_sha256", lambda: next(hashes))
 
     def all_gather(group: ProcessGroup, own: bytes) -> list[bytes]:
         if own.startswith(b"of"):
@@ -175,7 +175,7 @@ def test_an_evaluation_before_optimize_is_repeated_with_its_step(
                 with contextlib.suppress(RuntimeError):
                     evaluate_at("and is caught")
                 step.optimize()
-        return loop_of(run).finish(), evaluated
+        return finish(run), evaluated
 
     undisturbed, evaluated = train_and_evaluate_first(new_run(folder="undisturbed"), PeerFailures())
     assert evaluated == [0, 1, 2, 3, 4, 5]
@@ -205,7 +205,7 @@ def test_several_evaluations_after_a_failed_step_rejoin_once(new_run: NewRun, mo
             step.optimize()
         if step.index == 3:
             assert [evaluate(run) for _ in range(3)] == [1.5] * 3
-    assert loop_of(run).finish()["steps"] == 6
+    assert finish(run)["steps"] == 6
     assert client_of(run).joins == [(None, True), (3, False)]
     assert in_generation == [2] * 6, "after the failed step, and after its repetition"
 
@@ -294,7 +294,7 @@ def test_a_worker_reports_whether_others_can_continue_from_its_state(
                 evaluate(run)
         if (where, step.index) == ("after block", 2):
             evaluate(run)
-    assert loop_of(run).finish()["steps"] == 6
+    assert finish(run)["steps"] == 6
     assert client_of(run).are_resumable == [True, is_resumable]
 
 

@@ -19,7 +19,7 @@ from elastic_ddp.distributed.process_group import ProcessGroup
 from elastic_ddp.errors import ConfigError
 from elastic_ddp.worker.run import Run
 from elastic_ddp.worker.step import Step
-from tests.loops import loop_of
+from tests.loops import finish
 from tests.ranks import run_ranks
 from tests.unit.rank_steps import config_of, run_steps
 from tests.unit.single_worker import (
@@ -52,7 +52,7 @@ def test_a_loop_over_micro_batches_may_end_after_the_last_batch_with_rows(new_ru
                     if ends_early and place == with_rows[step.index]:
                         break
                 step.optimize()
-        return loop_of(run).finish()
+        return finish(run)
 
     complete, early = trained(False), trained(True)
     assert early == complete

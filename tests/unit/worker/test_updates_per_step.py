@@ -27,7 +27,7 @@ from elastic_ddp.worker.step import Step
 from elastic_ddp.worker.step_plan import StepPlan
 from elastic_ddp.worker.train_state import TrainState
 from elastic_ddp.worker.worker_membership import RestartTraining
-from tests.loops import loop_of
+from tests.loops import finish, restart
 from tests.ranks import run_ranks
 from tests.unit.single_worker import CPU, NewRun, PeerFailures, fake_feed
 
@@ -155,10 +155,9 @@ def train(run: Run, name: str, fail: Callable[[Any], None] = lambda place: None)
                     model.update(**step.gathered)
                     fail(("update", step.index))
                     average.update_parameters(model)
-            weights = loop_of(run).finish()["weights_sha256"]
+            weights = finish(run)["weights_sha256"]
         except RestartTraining:
-            loop_of(run).restart()
-            run = Run(loop_of(run))
+            run = restart(run)
         else:
             return weights, weights_sha256(average.state_dict().items())
 

@@ -19,7 +19,7 @@ from elastic_ddp.errors import ConfigError
 from elastic_ddp.storage.storage import Storage
 from elastic_ddp.worker.job import COMMITS
 from tests.fsdp_workers import hashes, wait_for_size
-from tests.loops import loop_of
+from tests.loops import member_of
 from tests.unit.single_worker import CPU
 from tests.workers import Workers, running
 
@@ -118,7 +118,7 @@ def train(run: Any, fault: Fault | None, *, is_weighted: bool = False, variant: 
         net.mixed = torch.nn.Parameter(net.mixed.detach().contiguous())
     model = run.prepare(net)
     optimizer = run.prepare(torch.optim.AdamW(model.parameters(), lr=0.05))
-    is_faulty = fault is not None and loop_of(run).client.member.id == f"worker-{fault.worker}"
+    is_faulty = fault is not None and member_of(run).id == f"worker-{fault.worker}"
     at_end = break_down(fault.kind, run, model, optimizer) if fault is not None and is_faulty else None
     for step in run.steps():
         with step:

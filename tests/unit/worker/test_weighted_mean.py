@@ -17,7 +17,7 @@ from elastic_ddp.errors import ConfigError
 from elastic_ddp.tensors.state_tree import gather_full
 from elastic_ddp.worker.loss_scale import LossScale
 from elastic_ddp.worker.step import Step
-from tests.loops import loop_of
+from tests.loops import finish, state_of
 from tests.ranks import run_ranks
 from tests.unit.rank_steps import config_of, run_steps
 from tests.unit.single_worker import Model, NewRun, client_of, fake_feed, prepared
@@ -164,8 +164,8 @@ def test_a_resumed_fp16_run_keeps_the_unit_of_its_weights(new_run: NewRun) -> No
         for step in run.steps():
             with step:
                 assert not step_of_many_tokens(step, model)
-        assert loop_of(run).state.loss_scale is not None and loop_of(run).state.loss_scale.weight_unit > 1000
-        return str(loop_of(run).finish()["weights_sha256"])
+        assert state_of(run).loss_scale is not None and state_of(run).loss_scale.weight_unit > 1000
+        return str(finish(run)["weights_sha256"])
 
     train(2, "resumed")
     assert train(4, "resumed") == train(4, "straight")

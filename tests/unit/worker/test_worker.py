@@ -31,7 +31,7 @@ from elastic_ddp.worker import main
 from elastic_ddp.worker.job import COMMITS, WorkerContext
 from elastic_ddp.worker.loop import Loop
 from elastic_ddp.worker.run import Run
-from tests.loops import loop_of
+from tests.loops import job_of, rendezvous_client_of, wait_for_save
 from tests.unit.inprocess_rendezvous import InProcessRendezvous
 from tests.unit.rendezvous_harness import OPTIONS
 from tests.unit.single_worker import (
@@ -70,11 +70,10 @@ def outcome_of(new_run: NewRun, monkeypatch: pytest.MonkeyPatch) -> Callable[[Tr
 
     def end_of(train: Train, session: str = "") -> dict[str, Any]:
         run = new_run()
-        job: Any = loop_of(run).job
+        job: Any = job_of(run)
         object.__setattr__(job, "train", train)
         object.__setattr__(job, "session", session)
-        monkeypatch.setattr(main, "RendezvousClient", lambda *_: loop_of(run).client)
-        monkeypatch.setattr(main, "Loop", lambda *_: loop_of(run))
+        monkeypatch.setattr(main, "RendezvousClient", lambda *_: rendezvous_client_of(run))
         main.work(job, None, CONTEXT)
         (outcome,) = reported
         return outcome
@@ -303,7 +302,7 @@ def worked(
     def work(
         train: Callable[[Run, InProcessRendezvous], Any], **changes: Any
     ) -> tuple[InProcessRendezvous, CheckpointStore]:
-        job = loop_of(new_run(**changes)).job
+        job = job_of(new_run(**changes))
         rendezvous = inprocess_rendezvous(replace(OPTIONS, max_failed_saves=job.config.checkpoint.max_failed_saves))
         object.__setattr__(job, "train", lambda run: train(run, rendezvous))
         main.work(job, rendezvous, CONTEXT)
@@ -355,7 +354,7 @@ def test_too_many_failed_saves_end_the_run_with_an_error_that_names_the_cause(
     def train(run: Run, rendezvous: InProcessRendezvous) -> None:
         model = prepared(run)
         for step in run.steps():
-            loop_of(run).checkpointer.close(LIMIT_S)
+            wait_for_save(run, LIMIT_S)
             with step:
                 compute_gradients(step, model)
                 step.optimize()

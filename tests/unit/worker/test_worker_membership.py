@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from elastic_ddp.data.order import FeedPlan
 from elastic_ddp.distributed.process_group import ProcessGroup
 from elastic_ddp.errors import WorkersFailedError
 from elastic_ddp.rendezvous import standby
@@ -19,10 +18,11 @@ from elastic_ddp.rendezvous.messages import PlannedAssignment
 from elastic_ddp.seeding import seed_all
 from elastic_ddp.worker.run import Run
 from elastic_ddp.worker.step import Step
-from tests.loops import loop_of
+from tests.loops import finish, set_device, wait_for_save, warm_up
 from tests.unit.single_worker import (
     PEER_FAILURE,
     FakeFeed,
+    FakeIndex,
     NewRun,
     PeerFailures,
     client_of,
@@ -87,7 +87,7 @@ def test_a_worker_that_was_presumed_dead_commits_nothing_and_rejoins(new_run: Ne
 
     def in_step(step: Step) -> None:
         steps.append(step.index)
-        loop_of(run).checkpointer.close(60)
+        wait_for_save(run)
         client.presumed_dead = len(client.joins) < 2
 
     train(run, in_step)
@@ -122,14 +122,14 @@ def test_a_standby_warms_up_waits_for_a_place_and_reads_its_first_rows_before_it
 
 def test_a_standby_reads_nothing_onto_a_gpu(new_run: NewRun, monkeypatch: pytest.MonkeyPatch) -> None:
     run = new_run()
-    client, membership = client_of(run), loop_of(run).membership
+    client = client_of(run)
     client.planned_join = PlannedAssignment(1, 2, 0)
     prepared(run)
-    membership._inputs = replace(membership._inputs, device=torch.device("cuda:0"))
+    set_device(run, torch.device("cuda:0"))
     monkeypatch.setattr(standby, "has_place", lambda: False)
-    assert membership.warm_up() is None, "there are no rows for a step"
+    assert warm_up(run) is None, "there are no rows for a step"
     monkeypatch.setattr(standby, "has_place", lambda: True)
-    assert membership.warm_up() is not None
+    assert warm_up(run) is not None
 
 
 # Membership changes between steps.
@@ -176,17 +176,15 @@ def test_a_membership_change_waits_for_the_first_rows_of_the_next_generation(
 ) -> None:
     run = new_run(steps=12)
     opened: list[tuple[int, FakeFeed]] = []
-    feeds = loop_of(run).membership._feeds
-    make = feeds._make
-
-    def make_slow(micro_batches: tuple[int, ...], step: int, before_reading: Callable[[], object]) -> Any:
-        feed: Any = make(micro_batches, step, before_reading)
-        feed.is_ready = not opened
-        opened.append((step, feed))
-        return feed
-
-    monkeypatch.setattr(feeds, "_make", make_slow)
     in_generation = []
+
+    class SlowFeed(FakeFeed):
+        def __init__(self, index: FakeIndex, plan: FeedPlan, **options: Any) -> None:
+            super().__init__(index, plan, **options)
+            self.is_ready = not opened
+            opened.append((plan.first_step, self))
+
+    monkeypatch.setattr("elastic_ddp.worker.generation.MicroBatchFeed", SlowFeed)
 
     def request(step: Step) -> None:
         in_generation.append(len(client_of(run).joins))
@@ -227,7 +225,7 @@ def test_membership_does_not_change_after_the_last_step(new_run: NewRun, leaves_
             step.optimize()
         if step.index == leaves_loop_at:
             break
-    assert loop_of(run).finish()["steps"] == leaves_loop_at + 1
+    assert finish(run)["steps"] == leaves_loop_at + 1
     assert client_of(run).joins == [(None, True)]
 
 
@@ -249,7 +247,7 @@ def test_random_numbers_between_batches_and_steps_depend_only_on_the_step(new_ru
             numbers[step.index].append(random.random())
             if step.index == until:
                 break
-        loop_of(run).membership.shut_down(save_within_s=60)  # waits for the save
+        wait_for_save(run)
         return numbers
 
     expected = draw(new_run(steps=6, checkpoint={"every_steps": 3}), 5)
