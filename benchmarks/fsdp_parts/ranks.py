@@ -20,7 +20,8 @@ from elastic_ddp.distributed.assignment import Assignment
 from elastic_ddp.distributed.prepared_model import PreparedModel
 from elastic_ddp.distributed.torch_store import StoreConnection
 from elastic_ddp.worker.clock import WorkerClock
-from elastic_ddp.worker.generation import Generation, GenerationInputs
+from elastic_ddp.worker.generation import Generation
+from elastic_ddp.worker.state_sharing import GenerationInputs
 from elastic_ddp.worker.step import Step
 from elastic_ddp.worker.step_plan import StepPlan
 from elastic_ddp.worker.train_state import TrainState

@@ -15,7 +15,7 @@ from safetensors.torch import load, save
 
 from elastic_ddp.distributed.reduction_tree import Node, fold_to_root
 from elastic_ddp.errors import ConfigError
-from elastic_ddp.worker.loss_weight import check_weight
+from elastic_ddp.worker.loss_scale import check_weight
 
 if TYPE_CHECKING:
     from elastic_ddp.data.micro_batches import MicroBatch

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,14 +21,12 @@ from elastic_ddp.distributed.state_transfer import check_same_model
 from elastic_ddp.distributed.strategy import Strategy
 from elastic_ddp.rendezvous.hang import Activity
 from elastic_ddp.worker.clock import WorkerClock
-from elastic_ddp.worker.generation_inputs import GenerationInputs
-from elastic_ddp.worker.loss_weight import unit_of
-from elastic_ddp.worker.nonfinite import Policy
-from elastic_ddp.worker.state_sharing import share_state
+from elastic_ddp.worker.loss_scale import unit_of
+from elastic_ddp.worker.state_sharing import GenerationInputs, share_state
 from elastic_ddp.worker.train_state import ChangedBy, TrainState
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable
 
     from elastic_ddp.config.run_config import RunConfig
     from elastic_ddp.worker.job import Job
@@ -79,28 +76,24 @@ class Generation:
     """A process group whose ranks hold the same state, with this rank's strategy and feed."""
 
     group: ProcessGroup
+    config: RunConfig
     state: TrainState
     strategy: Strategy
-    buffers: StepBuffers
     feed: MicroBatchFeed
     feeds: FeedCache
-    seed: int
-    clip_grad_norm: float | None
     clock: WorkerClock = field(default_factory=WorkerClock)
-    on_nonfinite: Policy = "stop"
     weight_unit: float | None = None
     """Set by the first call of `unit_of_weights`."""
     evaluation_feed: MicroBatchFeed | None = None
     is_closed: bool = False
-    make_strategy: Callable[[Iterable[torch.nn.Parameter]], Strategy] | None = None
-    """Makes the strategy of updates that train these parameters alone; None if a step has a single update."""
-    has_compared_mirrors: bool = False
-    """Whether mirrors have been compared with their shards in this generation."""
-    parameters: ParameterGuard = field(init=False)
 
     def __post_init__(self) -> None:
-        self.parameters = ParameterGuard(self.state.module)
+        model = self.state.model
+        assert model is not None
+        self.buffers = StepBuffers(model.module, model.buffer_rules)
+        self.parameters = ParameterGuard(model.module)
         self._of_updates: dict[int, Strategy] = {}  # by the id of the optimizer; 0 for those of a function
+        self._has_compared_mirrors = False
 
     @classmethod
     def open(cls, inputs: GenerationInputs, assignment: Assignment, attempt: int = 0) -> Generation:
@@ -135,24 +128,11 @@ class Generation:
             feed = open_feed(step) if step is not None else None
             check_same_model(state.module, group, state.optimizers)
             assert state.model is not None
-            enter_phase = inputs.clock.phases.enter
-            strategy = strategy_of(job.config)(state.model, job.config, group, enter_phase)
+            strategy = strategy_of(job.config)(state.model, job.config, group, inputs.clock.phases.enter)
             on_error.callback(strategy.close)
             share_state(inputs, group, strategy)
-            make_strategy = partial(type(strategy), state.model, job.config, group, enter_phase)
-            generation = cls(
-                group=group,
-                state=state,
-                strategy=strategy,
-                buffers=StepBuffers(state.module, state.model.buffer_rules),
-                feed=feed or open_feed(state.position.step),
-                feeds=feeds,
-                seed=job.config.seed,
-                clip_grad_norm=job.config.clip_grad_norm,
-                clock=inputs.clock,
-                on_nonfinite=job.config.on_nonfinite,
-                make_strategy=make_strategy if strategy.replicates_state else None,
-            )
+            feed = feed or open_feed(state.position.step)
+            generation = cls(group, job.config, state, strategy, feed, feeds, inputs.clock)
             on_error.pop_all()
             return generation
 
@@ -172,15 +152,17 @@ class Generation:
         optimizers = [by] if isinstance(by, torch.optim.Optimizer) else self.state.optimizers
         key = id(by) if isinstance(by, torch.optim.Optimizer) else 0
         if key not in self._of_updates:
-            assert self.make_strategy is not None
+            assert self.state.model is not None
             groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-            self._of_updates[key] = self.make_strategy([each for group in groups for each in group["params"]])
+            trained = [parameter for group in groups for parameter in group["params"]]
+            make = type(self.strategy)
+            self._of_updates[key] = make(self.state.model, self.config, self.group, self.clock.phases.enter, trained)
         return self._of_updates[key]
 
     def unit_of_weights(
         self, strategy: Strategy, weight: float | None, largest: float, *, is_first: bool, is_last: bool
     ) -> float:
-        """Returns what the backward divides weights by, so that float16 holds the gradients: see `loss_weight.unit_of`.
+        """Returns what the backward divides weights by, so that float16 holds the gradients: see `loss_scale.unit_of`.
 
         Called before the backward of a micro-batch, whose weight is given, with the largest weight of this rank in the
         update so far. With fp16, the weight of micro-batch 0 in the first update of the run decides, at every world
@@ -201,7 +183,8 @@ class Generation:
                     return 1.0
                 with self.activity.within("collective"):
                     largest = max(map(float, self.group.all_gather_bytes(str(largest).encode())))
-                strategy.divide_kept(unit := unit_of(largest))
+                unit = unit_of(largest)
+                strategy.divide_kept(unit)
                 self.weight_unit = unit if largest else None
                 return unit
             else:
@@ -216,17 +199,17 @@ class Generation:
         Collective with FSDP. Passes the norm to `log` if it clips. With `checks`, it is needed in any case.
         """
         self.clock.phases.enter("optimizer")  # the activity stays in a place of waiting, because of FSDP
-        ignores = self.on_nonfinite == "ignore"
-        if self.clip_grad_norm is None and ignores and not checks:
+        max_norm = self.config.clip_grad_norm
+        ignores = self.config.on_nonfinite == "ignore"
+        if max_norm is None and ignores and not checks:
             return None
-        clips = self.clip_grad_norm is not None
-        norm = strategy.gradient_norm() if clips else strategy.check_value()
+        norm = strategy.check_value() if max_norm is None else strategy.gradient_norm()
         norm_on_host = to_host(norm)  # before the clipping, which the device does while the host launches the optimizer
-        if self.clip_grad_norm is not None:
+        if max_norm is not None:
             log(norm)
             # Multiplied by a norm that is NaN, all gradients would be, and the error could not name those that were.
             finite = norm if ignores else norm.nan_to_num(0.0, posinf=0.0)
-            strategy.clip_gradients(self.clip_grad_norm, finite)
+            strategy.clip_gradients(max_norm, finite)
         return norm_on_host
 
     def mirror_gradients(self) -> None:
@@ -245,10 +228,10 @@ class Generation:
         if mirror is None or not (is_wanted or mirror.is_due):
             return False
         with self.activity.within("collective"):
-            if not self.has_compared_mirrors:
+            if not self._has_compared_mirrors:
                 self.state.check_outlives(self.group)
             mirror.compare()
-        self.has_compared_mirrors = True
+        self._has_compared_mirrors = True
         return True
 
     def vote(self) -> None:
@@ -263,8 +246,9 @@ class Generation:
         """Ends every wait of this rank, and of its peers for it. Any thread may call it."""
         self.group.abort()
         self.feed.interrupt()
-        if (feed := self.evaluation_feed) is not None:
-            feed.interrupt()
+        evaluation_feed = self.evaluation_feed  # the training thread may set it to None
+        if evaluation_feed is not None:
+            evaluation_feed.interrupt()
 
     def close(self, *, intact: bool) -> None:
         """Ends the generation on this rank. See `ProcessGroup.close` for `intact`."""

@@ -1,4 +1,4 @@
-"""`LossScale`: the dynamic loss scale of fp16 training, by the rule of `torch.amp.GradScaler`.
+"""The weights of losses, and `LossScale`, the dynamic loss scale of fp16, by the rule of `torch.amp.GradScaler`.
 
 Float16 rounds small gradients to zero. So the loss is multiplied by a scale before the backward, and the reduced
 gradients are divided by it. If they overflow, the step is skipped and the scale is halved. After `GROWTH_INTERVAL`
@@ -8,27 +8,29 @@ steps without overflow it is doubled. Powers of two scale without rounding.
 from __future__ import annotations
 
 import math
-from dataclasses import replace
-from typing import Annotated
+from dataclasses import dataclass, replace
+from typing import Any
 
-from pydantic import ConfigDict, Field
-from pydantic.dataclasses import dataclass as validated
+import numpy as np
+import torch
+
+from elastic_ddp.errors import ConfigError
 
 GROWTH_INTERVAL = 2000
 MAX_SCALE, MIN_SCALE = 2.0**100, 2.0**-14
 """Gradients that overflow at the smallest scale have another cause than float16."""
 
 
-@validated(frozen=True, config=ConfigDict(strict=True, extra="forbid"))
+@dataclass(frozen=True)
 class LossScale:
     """The scale of the next step. All ranks update it alike."""
 
-    scale: Annotated[float, Field(ge=MIN_SCALE, le=MAX_SCALE)] = 2.0**16
-    growth_tracker: Annotated[int, Field(ge=0, lt=GROWTH_INTERVAL)] = 0
+    scale: float = 2.0**16
+    growth_tracker: int = 0
     """Steps without overflow since the scale last changed."""
-    weight_unit: Annotated[float, Field(ge=0, lt=math.inf)] = 1.0
-    """Weights of losses are divided by this power of two in the backward; see `loss_weight.unit_of`. 0 if the first
-    weight of the run was 0, until a step has others."""
+    weight_unit: float = 1.0
+    """Weights of losses are divided by this power of two in the backward; see `unit_of`. 0 if the first weight of the
+    run was 0, until a step has others."""
 
     @property
     def is_smallest(self) -> bool:
@@ -41,3 +43,22 @@ class LossScale:
         if self.growth_tracker + 1 == GROWTH_INTERVAL:
             return replace(self, scale=min(self.scale * 2, MAX_SCALE), growth_tracker=0)
         return replace(self, growth_tracker=self.growth_tracker + 1)
+
+
+def unit_of(weight: float | None) -> float:
+    """Returns the largest power of two that is not above a weight; 1 for no weight, or 0.
+
+    Divided by it, numbers of tokens are small enough for float16.
+    """
+    return math.ldexp(1.0, math.frexp(weight)[1] - 1) if weight else 1.0
+
+
+def check_weight(caller: str, weight: Any) -> float:
+    """Returns the weight of a loss as a number. Raises a ConfigError if it is none, or negative or not finite."""
+    is_number = isinstance(weight, torch.Tensor | float | int | np.number) and math.prod(np.shape(weight)) == 1
+    if not is_number or not 0.0 <= float(weight) < math.inf:
+        raise ConfigError(
+            f"{caller} got weight={weight!r}. Give one finite number that is not negative: what the loss is a mean "
+            "over, for example the number of tokens."
+        )
+    return float(weight)

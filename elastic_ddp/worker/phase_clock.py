@@ -1,17 +1,17 @@
-"""`PhaseClock`: how long one rank spends in each phase of its steps."""
+"""`PhaseClock`: the time that one rank spends in each phase of its steps, also as ranges in traces of profilers."""
 
 from __future__ import annotations
 
 import time
 from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Literal, Protocol, cast
 
 import torch
 
 from elastic_ddp.rendezvous.hang import Place
 from elastic_ddp.telemetry.phases import STEP_PHASES, StepPhase
-from elastic_ddp.worker.gpu_figures import Utilization
-from elastic_ddp.worker.trace_range import TraceRange
+from elastic_ddp.torch_internals import is_profiling, listen_to_profilers
 
 _Phase = StepPhase | Literal["evaluation", "commit"]
 """The last two are reported as parts of `other`. `commit` is no work: a rank that waits for a commit is not slow."""
@@ -87,6 +87,76 @@ class DeviceTimer:
 
     def release(self, mark: torch.cuda.Event) -> None:
         self._unused.append(mark)
+
+
+class TraceRange:
+    """A range that ends when the next one begins: of `record_function` while a `torch.profiler` runs, and of NVTX.
+
+    Args:
+        on_gpu: whether it is an NVTX range as well, which costs next to nothing without a tool that records it.
+    """
+
+    def __init__(self, *, on_gpu: bool) -> None:
+        self._on_gpu = on_gpu
+        self._recorded: Any = None
+        self._nvtx: Any = None
+        listen_to_profilers(self)
+
+    def switch(self, name: str | None) -> None:
+        """Ends the range, and begins one with this name; none for None."""
+        self._end_recorded()
+        if self._nvtx is not None:
+            nvtx, self._nvtx = self._nvtx, None
+            torch.cuda.nvtx.range_end(nvtx)
+        if name is None:
+            return
+        if self._on_gpu:
+            # Not push and pop: these are per thread, and a thread of autograd may end the range.
+            self._nvtx = torch.cuda.nvtx.range_start(name)
+        if is_profiling():
+            self._recorded = torch.profiler.record_function(name)
+            self._recorded.__enter__()
+
+    def session_changes(self, *, begins: bool) -> None:
+        """Ends the range of `record_function`: torch crashes if it ends in another session than it began in."""
+        self._end_recorded()
+
+    def _end_recorded(self) -> None:
+        if self._recorded is not None:
+            recorded, self._recorded = self._recorded, None
+            recorded.__exit__(None, None, None)
+
+
+class Utilization:
+    """Reads a GPU's utilization in a thread of its own, because NVML may take milliseconds.
+
+    It needs the package `nvidia-ml-py` on the worker.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="gpu-utilization")
+        self._reading: Future[float | None] | None = None
+        self._is_available = True
+
+    def newest(self) -> float | None:
+        """Returns the share of the time, from 0 to 1, in which the GPU was busy just before the last call, or None.
+
+        Never waits: it starts to read the value that the next call returns.
+        """
+        value = None
+        if self._reading is not None and self._reading.done():
+            value, self._reading = self._reading.result(), None
+        if self._reading is None and self._is_available:
+            self._reading = self._reader.submit(self._read)
+        return value
+
+    def _read(self) -> float | None:
+        try:
+            return torch.cuda.utilization(self._device) / 100
+        except Exception:  # no nvidia-ml-py, no NVML, or a GPU without the figure: each has an error of its own
+            self._is_available = False
+            return None
 
 
 class PhaseClock:

@@ -21,7 +21,7 @@ from elastic_ddp.telemetry.event import Event
 from elastic_ddp.telemetry.events import CommitRejected, WeightsLoaded
 from elastic_ddp.tensors.dtensor import is_dtensor, shard_of
 from elastic_ddp.tensors.state_tree import dtype_name
-from elastic_ddp.worker.agreed_errors import errors_on_all_ranks
+from elastic_ddp.worker.agreement import errors_on_all_ranks
 from elastic_ddp.worker.job import COMMITS
 from elastic_ddp.worker.model_state import PARAMETERS, left_out, load_weights
 from elastic_ddp.worker.restore import first_usable

@@ -11,7 +11,7 @@ from elastic_ddp.distributed.process_group import ProcessGroup
 from elastic_ddp.errors import CheckpointError
 from elastic_ddp.storage.storage import Storage
 from elastic_ddp.tensors.state_tree import Layout
-from elastic_ddp.worker.agreed_errors import errors_on_all_ranks
+from elastic_ddp.worker.agreement import errors_on_all_ranks
 from elastic_ddp.worker.shared_read import read_shared
 
 

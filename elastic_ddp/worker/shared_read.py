@@ -15,7 +15,7 @@ from elastic_ddp.distributed.state_transfer import TransferWindow, begin_transfe
 from elastic_ddp.errors import CheckpointError, ConfigError, PeerFailedError, StorageError
 from elastic_ddp.storage.storage import Storage
 from elastic_ddp.tensors.state_tree import Layout
-from elastic_ddp.worker.agreed_errors import agree_on_error, without_traceback
+from elastic_ddp.worker.agreement import agree_on_error, without_traceback
 
 PIECES_IN_FLIGHT = 8
 """A rank has at most this many pieces between ranks, which bounds the memory for them."""

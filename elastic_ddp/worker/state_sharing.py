@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from elastic_ddp.distributed.assignment import Shards
 from elastic_ddp.distributed.fsdp_units import device_of_shards
@@ -14,7 +14,7 @@ from elastic_ddp.distributed.strategy import Strategy
 from elastic_ddp.telemetry.events import HyperparametersDiffer, Warned
 from elastic_ddp.tensors.state_tree import Layout
 from elastic_ddp.worker import hyperparameters
-from elastic_ddp.worker.agreed_errors import errors_on_all_ranks
+from elastic_ddp.worker.agreement import errors_on_all_ranks
 from elastic_ddp.worker.held_shards import NOTHING, HeldShards, move_shards, share_plain
 from elastic_ddp.worker.hyperparameters import Prepared
 from elastic_ddp.worker.mirror import Mirror, find_shortage
@@ -25,7 +25,29 @@ if TYPE_CHECKING:
 
     import torch
 
-    from elastic_ddp.worker.generation_inputs import GenerationInputs
+    from elastic_ddp.data.feed_cache import FeedCache
+    from elastic_ddp.distributed.torch_store import StoreConnection
+    from elastic_ddp.telemetry.event import Event
+    from elastic_ddp.worker.clock import WorkerClock
+    from elastic_ddp.worker.job import Job
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerationInputs:
+    """What a worker brings into each of its generations."""
+
+    job: Job
+    state: TrainState
+    device: torch.device
+    store: StoreConnection
+    feeds: FeedCache
+    clock: WorkerClock
+    restore: Callable[[ProcessGroup, Callable[[], Layout | None]], dict[str, Any] | None]
+    """See `Checkpointer.restore`. Called if no rank holds a state."""
+    record: Callable[[Event], None]
+    """Appends an event to the ledger."""
+    on_forming: Callable[[ProcessGroup], None]
+    """Called with the process group before its ranks meet."""
 
 
 def share_state(inputs: GenerationInputs, group: ProcessGroup, strategy: Strategy) -> None:

@@ -16,8 +16,7 @@ from elastic_ddp.distributed.process_group import is_peer_failure
 from elastic_ddp.errors import ConfigError, PeerFailedError
 from elastic_ddp.rendezvous.user_place import frames_of_error
 from elastic_ddp.worker.logged_values import Means
-from elastic_ddp.worker.outcome import Outcome, caught_error
-from elastic_ddp.worker.step_plan import StepPlan
+from elastic_ddp.worker.step_plan import Outcome, StepPlan, caught_error
 from elastic_ddp.worker.update import Update, name_of, only_trained
 
 if TYPE_CHECKING:
@@ -287,7 +286,7 @@ class Step:
                 f"{what} was called after a loop over step.micro_batches() has begun, outside of an update. Put each "
                 "loop into the block of an update, and remove step.optimize()."
             )
-        if self.generation.make_strategy is None:
+        if not self.generation.strategy.replicates_state:
             raise ConfigError(
                 f'{what} needs strategy = "ddp". With FSDP, the units of a sharded model exchange the gradients of all '
                 "their parameters in one backward. Use step.optimize, once in a step."

@@ -1,20 +1,99 @@
-"""`StepPlan`: what the updates of one step have in common."""
+"""`StepPlan`, which the updates of one step share, and `Outcome`, how a step or an update ended."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 
-from elastic_ddp.worker.outcome import FirstError
-from elastic_ddp.worker.saved_parameters import SavedParameters
-from elastic_ddp.worker.verification import Verification
+from elastic_ddp.distributed.process_group import is_peer_failure
+from elastic_ddp.distributed.step_agreement import Agreement
+from elastic_ddp.errors import ConfigError, format_exception
+from elastic_ddp.worker.verification import Dispute, Verification
 
 if TYPE_CHECKING:
     from elastic_ddp.distributed.strategy import Strategy
     from elastic_ddp.worker.generation import Generation
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """How a step, or one of its updates, ended: it is done, or it is repeated because of a failure, or neither yet."""
+
+    agreed: Agreement | None = None
+    """What all ranks know if it is done; None for an update that was done before the step was repeated."""
+    loss: float = math.nan
+    """The mean loss over the global batch."""
+    skip_reason: str | None = None
+    """Why the change was left out."""
+    gathered: Mapping[str, torch.Tensor] | None = None
+    """The rows that `Step.gather` collected; None before the change."""
+    phases: Sequence[dict[str, Any]] = ()
+    """What all ranks measured since the last logged step."""
+    failure: str | None = None
+    """How a worker failed, so that the step is repeated."""
+    dispute: Dispute | None = field(default=None, repr=False)
+    """Why the step is repeated, if it was verified."""
+
+    @property
+    def is_done(self) -> bool:
+        return self.agreed is not None
+
+    def after(self, before: Outcome) -> Outcome:
+        """Returns the outcome of a step up to this update, from the one up to the update before."""
+        return replace(
+            self,
+            agreed=self.agreed or before.agreed,
+            skip_reason=self.skip_reason or before.skip_reason,
+            gathered=self.gathered or before.gathered or {},
+            phases=before.phases or self.phases,
+        )
+
+    def failed(self, error: BaseException) -> Outcome:
+        """Returns the outcome of a step that failed with this error, although updates may have been done."""
+        failure = format_exception(error) if is_peer_failure(error) else None
+        return replace(self, agreed=None, loss=math.nan, failure=failure, dispute=getattr(error, "dispute", None))
+
+
+class FirstError:
+    """The first error of a step, which then fails with it, even if the training function catches the error."""
+
+    def __init__(self) -> None:
+        self._error: Exception | None = None
+
+    @contextmanager
+    def capture(self) -> Iterator[None]:
+        """Keeps an error raised in this context, unless there is one already."""
+        try:
+            yield
+        except Exception as error:
+            self._error = self._error or error
+            raise
+
+    def take(self) -> Exception | None:
+        """Returns the error and forgets it: its traceback would keep the process group alive."""
+        error, self._error = self._error, None
+        return error
+
+    def raise_again(self, where: object) -> None:
+        """Raises the error, if there is one. `where` names the step or the update."""
+        if self._error is not None:
+            if is_peer_failure(self._error):
+                raise self._error
+            raise caught_error(self._error, where) from self._error
+
+
+def caught_error(error: BaseException, where: object) -> ConfigError:
+    """Returns the error for a training function that caught an error inside a step."""
+    return ConfigError(
+        f"{where!r}: the training function caught {format_exception(error)}. Gradients are missing after it, so the "
+        "step cannot continue. Do not catch errors inside `with step`."
+    )
 
 
 @dataclass
@@ -23,13 +102,14 @@ class StepPlan:
 
     Attributes:
         generation: the generation that runs the step.
-        index: the step's number.
         rows: the number of rows of each micro-batch, shape (M,).
         votes: returns this rank's votes.
         is_logged: whether the values of the step are gathered.
         begin_verification: begins to verify an update, given its strategy and its number; None if the step is not
             verified.
+        index: the step's number.
         first_update: the number of the first update that is not done yet.
+        first_error: the error that the step fails with.
     """
 
     generation: Generation
@@ -37,22 +117,28 @@ class StepPlan:
     votes: Callable[[], dict[str, int]] = dict
     is_logged: bool = False
     begin_verification: Callable[[Strategy, int], Verification] | None = None
-    index: int = field(init=False)
-    first_update: int = field(init=False)
-    first_error: FirstError = field(init=False, default_factory=FirstError)
-    _saved: SavedParameters | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         state = self.generation.state
-        self.index, self.first_update = state.position.step, len(state.updates)
+        self.index = state.position.step
+        self.first_update = len(state.updates)
+        self.first_error = FirstError()
+        self._saved_parameters: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._saved_buffers: list[tuple[torch.Tensor, torch.Tensor]] = []
 
+    @torch.no_grad()
     def save_parameters(self) -> None:
-        """Keeps the parameters and buffers, which a function is about to change, for `put_back`."""
-        if self._saved is None:
-            self._saved = SavedParameters(self.generation.state.module)
+        """Copies the trained parameters and the buffers, which a function is about to change, for `put_back`."""
+        if not self._saved_parameters:
+            module = self.generation.state.module
+            trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+            self._saved_parameters = [(parameter, parameter.detach().clone()) for parameter in trained]
+            self._saved_buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
 
+    @torch.no_grad()
     def put_back(self, *, with_buffers: bool) -> None:
-        """Puts back what functions have changed, if one has."""
-        saved, self._saved = self._saved, None
-        if saved is not None:
-            saved.put_back(with_buffers=with_buffers)
+        """Restores saved parameters, bit for bit, and the buffers if the step is repeated or left out."""
+        for tensor, saved in [*self._saved_parameters, *(self._saved_buffers if with_buffers else [])]:
+            tensor.copy_(saved)
+        self._saved_parameters = []
+        self._saved_buffers = []

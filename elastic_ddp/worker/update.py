@@ -22,11 +22,9 @@ from elastic_ddp.distributed.step_agreement import Agreement, ControlExchange, M
 from elastic_ddp.errors import ConfigError, PeerFailedError
 from elastic_ddp.seeding import seed_all
 from elastic_ddp.worker.logged_values import LoggedValues
-from elastic_ddp.worker.loss_scale import LossScale
-from elastic_ddp.worker.loss_weight import check_weight, unit_of
+from elastic_ddp.worker.loss_scale import LossScale, check_weight, unit_of
 from elastic_ddp.worker.nonfinite import reason_to_skip, rows_of
-from elastic_ddp.worker.outcome import Outcome
-from elastic_ddp.worker.step_plan import StepPlan
+from elastic_ddp.worker.step_plan import Outcome, StepPlan
 from elastic_ddp.worker.verification import Verification
 
 if TYPE_CHECKING:
@@ -133,7 +131,7 @@ class Update:
 
     def _seed(self, what: int | str) -> None:
         later = (self.number,) if self.number else ()
-        seed_all(self._plan.generation.seed, self._plan.index, what, *later)
+        seed_all(self._plan.generation.config.seed, self._plan.index, what, *later)
 
     # Micro-batches.
 
@@ -374,9 +372,9 @@ class Update:
             norm,
             find_gradients=self.strategy.nonfinite_gradients,
             find_rows=partial(rows_of, self._records, generation.feed, generation.group),
-            policy=generation.on_nonfinite,
+            policy=generation.config.on_nonfinite,
             loss_scale=self._state.loss_scale_of(self._by),
-            clips=generation.clip_grad_norm is not None,
+            clips=generation.config.clip_grad_norm is not None,
         )
 
     def _step_optimizers(self) -> None:

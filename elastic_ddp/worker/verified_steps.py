@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from elastic_ddp.worker.checkpointing import Checkpointer
     from elastic_ddp.worker.generation import Generation
     from elastic_ddp.worker.job import Job
-    from elastic_ddp.worker.outcome import Outcome
+    from elastic_ddp.worker.step_plan import Outcome
     from elastic_ddp.worker.train_state import TrainState
     from elastic_ddp.worker.worker_membership import WorkerMembership
 

@@ -14,8 +14,8 @@ from elastic_ddp.distributed.buffer_sync import StepBuffers
 from elastic_ddp.distributed.process_group import is_missing_group
 from elastic_ddp.seeding import seed_all
 from elastic_ddp.worker.logged_values import Means
-from elastic_ddp.worker.outcome import Outcome
 from elastic_ddp.worker.step import Step
+from elastic_ddp.worker.step_plan import Outcome
 from elastic_ddp.worker.update import only_trained
 
 if TYPE_CHECKING:

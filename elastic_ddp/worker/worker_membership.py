@@ -24,11 +24,11 @@ from elastic_ddp.rendezvous.user_place import frames_of
 from elastic_ddp.telemetry.event import PEER_FAILED, RESUMED, RUN_ENDED, STARTED, STATE_TRANSFERRED
 from elastic_ddp.telemetry.events import GenerationEnded, GenerationStarted
 from elastic_ddp.tensors.host_memory import free_bytes
-from elastic_ddp.worker.agreed_events import AgreedEvents
+from elastic_ddp.worker.agreement import AgreedEvents
 from elastic_ddp.worker.clock import WorkerClock
 from elastic_ddp.worker.collective_tasks import CollectiveTasks
 from elastic_ddp.worker.generation import Generation, feeds_of, micro_batches_of, strategy_of
-from elastic_ddp.worker.generation_inputs import GenerationInputs
+from elastic_ddp.worker.state_sharing import GenerationInputs
 from elastic_ddp.worker.warmup_step import WarmupStep
 
 if TYPE_CHECKING:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -10,7 +10,6 @@ import torch
 from elastic_ddp.config.run_config import RunConfig
 from elastic_ddp.data.feed_cache import FeedCache
 from elastic_ddp.data.order import EpochShape
-from elastic_ddp.distributed.buffer_sync import StepBuffers
 from elastic_ddp.distributed.prepared_model import PreparedModel
 from elastic_ddp.distributed.process_group import ProcessGroup
 from elastic_ddp.telemetry.events import PhasesMeasured
@@ -41,6 +40,22 @@ def config_of(**changes: Any) -> RunConfig:
     return RunConfig(**{**settings, **changes})
 
 
+def open_generation(
+    group: ProcessGroup,
+    config: RunConfig,
+    state: TrainState,
+    shape: EpochShape,
+    make_feed: Callable[[EpochShape, Sequence[int]], Any] = fake_feed,
+) -> Generation:
+    """Forms a generation on the ranks of a group. With FSDP, shards the model."""
+    assert state.model is not None
+    clock = WorkerClock()
+    strategy = strategy_of(config)(state.model, config, group, clock.phases.enter)
+    strategy.shard(state.optimizers)
+    feed = make_feed(shape, strategy.micro_batches)
+    return Generation(group, config, state, strategy, feed, FeedCache(lambda *_: feed), clock)
+
+
 def run_steps(
     group: ProcessGroup,
     config: RunConfig,
@@ -58,30 +73,17 @@ def run_steps(
     is_ddp = config.strategy == "ddp"
     bf16, fp16 = (is_ddp and config.precision == precision for precision in ("bf16", "fp16"))
     is_unit: Any = getattr(module, "is_unit", lambda submodule: False)
-    prepared = PreparedModel(module, device=CPU, bf16=bf16, fp16=fp16, is_unit=is_unit)
+    rules: Any = getattr(module, "rules", {})
+    prepared = PreparedModel(module, device=CPU, bf16=bf16, fp16=fp16, is_unit=is_unit, buffer_rules=rules)
     state = TrainState(model=prepared, loss_scale=LossScale() if config.precision == "fp16" else None)
     trained: Any = getattr(module, "trained", module.parameters)
     optimizer = torch.optim.AdamW(trained(), lr=0.05)
     state.add_optimizer(optimizer)
     state.add_scheduler(torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5))
-    clock = WorkerClock()
-    strategy = strategy_of(config)(prepared, config, group, clock.phases.enter)
-    strategy.shard(state.optimizers)
-    state.layout = strategy.layout(state.optimizers)
     shape = EpochShape(num_rows, config.num_micro_batches, config.micro_batch_size)
-    feed = fake_feed(shape, strategy.micro_batches)
-    generation = Generation(
-        group=group,
-        state=state,
-        strategy=strategy,
-        buffers=StepBuffers(state.module, getattr(module, "rules", None)),
-        feed=feed,
-        feeds=FeedCache(lambda micro_batches, step, before_reading: feed),
-        seed=config.seed,
-        clip_grad_norm=config.clip_grad_norm,
-        clock=clock,
-        on_nonfinite=config.on_nonfinite,
-    )
+    generation = open_generation(group, config, state, shape)
+    clock, strategy = generation.clock, generation.strategy
+    state.layout = strategy.layout(state.optimizers)
     returned, losses = [], []
     counts = [len(owned) for owned in strategy.ranges]
     assert config.steps

@@ -10,7 +10,7 @@ import torch
 
 from elastic_ddp.config.run_config import RunConfig
 from elastic_ddp.distributed.process_group import ProcessGroup
-from elastic_ddp.errors import CheckpointError, NonFiniteError
+from elastic_ddp.errors import NonFiniteError
 from elastic_ddp.worker import loss_scale
 from elastic_ddp.worker.loss_scale import MIN_SCALE, LossScale
 from elastic_ddp.worker.run import Run
@@ -89,18 +89,6 @@ def test_a_resumed_run_has_the_scale_and_the_bits_of_one_that_was_not_stopped(ne
     outcome = train(resumed, OVERFLOWS)
     assert state_of(resumed).loss_scale == LossScale(2.0**14, growth_tracker=2)
     assert outcome["weights_sha256"] == expected["weights_sha256"]
-
-
-@pytest.mark.parametrize("saved", [{"scale": 3e300, "growth_tracker": 0}, {"scale": 1.0}, "one", None])
-def test_a_commit_with_a_scale_that_is_none_is_refused(new_run: NewRun, saved: Any) -> None:
-    run = new_run(precision="fp16")
-    run.prepare(Model())
-    state = state_of(run).state_dict() | {"loss_scale": saved}
-    if saved == {"scale": 1.0}:
-        state_of(run).load_state_dict(state)
-    else:
-        with pytest.raises(CheckpointError, match="scale"):
-            state_of(run).load_state_dict(state)
 
 
 def test_a_loss_that_is_not_finite_is_no_overflow(new_run: NewRun) -> None:

@@ -10,9 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from elastic_ddp.data.feed_cache import FeedCache
 from elastic_ddp.data.order import EpochShape
-from elastic_ddp.distributed.buffer_sync import StepBuffers
 from elastic_ddp.distributed.process_group import ProcessGroup
 from elastic_ddp.tensors.state_tree import gather_full
 from elastic_ddp.worker.evaluation import evaluate
@@ -21,7 +19,8 @@ from elastic_ddp.worker.step import Step
 from elastic_ddp.worker.step_plan import StepPlan
 from tests.ranks import run_ranks
 from tests.unit.distributed.test_fsdp import CPU, SIZE, M, config_of, data, prepared
-from tests.unit.single_worker import FakeFeed, FakeIndex, fake_feed
+from tests.unit.rank_steps import open_generation
+from tests.unit.single_worker import FakeFeed, FakeIndex
 
 Batch = dict[str, torch.Tensor]
 
@@ -52,15 +51,8 @@ def _after_a_step(group: ProcessGroup) -> list[tuple[list[float], float]]:
     for loss_fn in LOSSES:
         torch.manual_seed(0)
         config, state = prepared("fsdp", "SGD", model=Net())
-        assert state.model is not None
-        strategy = strategy_of(config)(state.model, config, group)
-        strategy.shard(state.optimizers)
-        feed = fake_feed(EpochShape(M * SIZE, M, SIZE), strategy.micro_batches)
-        feeds = FeedCache(lambda owned, step, after: feed)  # noqa: B023
-        buffers = StepBuffers(state.module)
-        generation = Generation(group, state, strategy, buffers, feed, feeds, 0, None)
-        votes = dict.fromkeys(("commit", "saving", "stop", "reconfigure"), False)
-        with Step(StepPlan(generation, np.full(M, SIZE), lambda: votes), 0) as step:  # noqa: B023
+        generation = open_generation(group, config, state, EpochShape(M * SIZE, M, SIZE))
+        with Step(StepPlan(generation, np.full(M, SIZE)), 0) as step:
             for batch in step.micro_batches():
                 step.backward(loss_fn(state.module, batch))
             step.optimize()

@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+import threading
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given
@@ -9,7 +15,7 @@ from hypothesis import strategies as st
 
 from elastic_ddp.rendezvous.hang import Activity, Place
 from elastic_ddp.telemetry.phases import STEP_PHASES
-from elastic_ddp.worker.phase_clock import PhaseClock
+from elastic_ddp.worker.phase_clock import PhaseClock, Utilization
 
 CPU = torch.device("cpu")
 
@@ -169,3 +175,56 @@ def test_a_profiler_sees_ranges_named_after_step_and_phase() -> None:
     step = by_name["step 2"].time_range
     inside = [event.name for event in ranges if step.start <= event.time_range.start < event.time_range.end <= step.end]
     assert {"data", "forward", "backward", "optimizer"} <= set(inside)
+
+
+PROGRAM = """
+import torch
+from elastic_ddp.worker.phase_clock import TraceRange
+
+model, step, phase = torch.nn.Linear(64, 64), TraceRange(on_gpu=False), TraceRange(on_gpu=False)
+names = []
+options = {"schedule": torch.profiler.schedule(wait=0, warmup=0, active=1, repeat=3)}
+with torch.profiler.profile(**options, on_trace_ready=lambda profile: names.append(profile.key_averages())) as profile:
+    for index in range(3):
+        step.switch(f"step {index}")
+        phase.switch("forward")
+        model(torch.randn(8, 64)).sum().backward()
+        phase.switch("other")
+        profile.step()  # ends a session, and begins the next one
+step.switch(None), phase.switch(None)
+assert all(f"step {index}" in {each.key for each in of_step} for index, of_step in enumerate(names)), names
+print("done")
+"""
+
+
+def test_ranges_survive_a_profiler_that_begins_a_session_as_it_ends_one() -> None:
+    """Filled with garbage, freed memory that torch still uses ends the process."""
+    environment = {**os.environ, "MALLOC_PERTURB_": "165", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True)
+    assert (done.returncode, done.stdout[-5:]) == (0, "done\n"), done.stderr
+
+
+@pytest.mark.parametrize("is_available", [True, False])
+def test_the_utilization_of_a_gpu_is_read_in_another_thread(
+    monkeypatch: pytest.MonkeyPatch, is_available: bool
+) -> None:
+    """Without NVML, it is asked for once."""
+    calls, may_return = [], threading.Event()
+
+    def read(device: Any) -> int:
+        calls.append(device)
+        assert may_return.wait(10)
+        if not is_available:
+            raise ModuleNotFoundError("nvidia-ml-py does not seem to be installed")
+        return 75
+
+    monkeypatch.setattr(torch.cuda, "utilization", read)
+    utilization = Utilization(torch.device("cuda", 0))
+    assert utilization.newest() is utilization.newest() is None, "it does not wait"
+    may_return.set()
+    assert utilization._reading is not None
+    utilization._reading.exception(10)
+    assert utilization.newest() == (0.75 if is_available else None)
+    utilization.newest()
+    utilization._reader.shutdown()
+    assert len(calls) == (2 if is_available else 1)

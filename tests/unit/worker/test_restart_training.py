@@ -20,9 +20,9 @@ from elastic_ddp.rendezvous.messages import PlannedAssignment
 from elastic_ddp.seeding import seed_all
 from elastic_ddp.storage.storage import Storage
 from elastic_ddp.worker.generation import Generation
-from elastic_ddp.worker.generation_inputs import GenerationInputs
 from elastic_ddp.worker.loop import Loop
 from elastic_ddp.worker.run import Run
+from elastic_ddp.worker.state_sharing import GenerationInputs
 from elastic_ddp.worker.worker_membership import RestartTraining
 from tests.loops import finish, leave, restart, set_clock, state_of, wait_for_save
 from tests.unit.single_worker import (

@@ -13,15 +13,11 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from elastic_ddp.config.run_config import RunConfig
-from elastic_ddp.data.feed_cache import FeedCache
 from elastic_ddp.data.order import EpochShape
-from elastic_ddp.distributed.buffer_sync import StepBuffers
-from elastic_ddp.distributed.ddp import DDPStrategy
 from elastic_ddp.distributed.prepared_model import PreparedModel
 from elastic_ddp.distributed.process_group import ProcessGroup
 from elastic_ddp.errors import ConfigError
 from elastic_ddp.tensors.state_tree import weights_sha256
-from elastic_ddp.worker.generation import Generation
 from elastic_ddp.worker.run import Run
 from elastic_ddp.worker.step import Step
 from elastic_ddp.worker.step_plan import StepPlan
@@ -29,7 +25,8 @@ from elastic_ddp.worker.train_state import TrainState
 from elastic_ddp.worker.worker_membership import RestartTraining
 from tests.loops import finish, restart
 from tests.ranks import run_ranks
-from tests.unit.single_worker import CPU, NewRun, PeerFailures, fake_feed
+from tests.unit.rank_steps import open_generation
+from tests.unit.single_worker import CPU, NewRun, PeerFailures
 
 
 class MoCo(nn.Module):
@@ -96,21 +93,8 @@ def train_on(group: ProcessGroup, name: str) -> tuple[str, dict[str, list[float]
     model = MODELS[name]()
     state = TrainState(model=PreparedModel(model, device=CPU, bf16=False))
     state.add_optimizer(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
-    assert state.model is not None
-    strategy = DDPStrategy(state.model, config, group)
     shape = EpochShape(NUM_ROWS, config.num_micro_batches, config.micro_batch_size)
-    feed = fake_feed(shape, strategy.micro_batches)
-    generation = Generation(
-        group=group,
-        state=state,
-        strategy=strategy,
-        buffers=StepBuffers(model),
-        feed=feed,
-        feeds=FeedCache(lambda micro_batches, step, before_reading: feed),
-        seed=0,
-        clip_grad_norm=None,
-        on_nonfinite="stop",
-    )
+    generation = open_generation(group, config, state, shape)
     for index in range(6):
         step = Step(StepPlan(generation, shape.rows(index)), shape.epoch_of(index))
         with step:
@@ -120,7 +104,7 @@ def train_on(group: ProcessGroup, name: str) -> tuple[str, dict[str, list[float]
                 step.backward(loss)
             step.optimize()
             model.update(**step.gathered)
-    strategy.close()
+    generation.strategy.close()
     return state.weights_sha256(), {name: buffer.flatten().tolist() for name, buffer in model.named_buffers()}
 
 

@@ -1,17 +1,24 @@
-"""Errors that one rank meets and every rank raises, so that all ranks take the same decision."""
+"""Errors that every rank raises if one rank meets them, and events that all ranks know."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TypeVar
 
 from elastic_ddp.distributed.process_group import ProcessGroup
 from elastic_ddp.errors import CheckpointError, ConfigError, PeerFailedError, StorageError
+from elastic_ddp.telemetry.event import AgreedEvent, Event
 
 KINDS: tuple[type[Exception], ...] = (ConfigError, StorageError, CheckpointError, PeerFailedError)
 """The errors that ranks agree on. If ranks report different errors, all raise the one that comes first here:
 configuration and storage errors, then a damaged commit, then garbled messages, which a failed read causes."""
+
+KEPT = 64
+"""Number of newest events that a rank keeps. Rank 0 sends its reports in the background, so it may die with several."""
 
 E = TypeVar("E", bound=Exception)
 
@@ -55,3 +62,32 @@ def without_traceback(error: E) -> E:
 def _kind(error: Exception) -> str:
     """The name of the most derived kind that `error` is an instance of."""
     return next(kind.__name__ for kind in reversed(KINDS) if isinstance(error, kind))
+
+
+class AgreedEvents:
+    """Records facts that all ranks know, for example the loss of a step, once.
+
+    Rank 0 reports it. The other ranks keep each event, because one of them may become rank 0 after rank 0 died with
+    unsent events. The rendezvous drops those that it has.
+    """
+
+    def __init__(self, record: Callable[[Event], object]) -> None:
+        self._record = record
+        self._newest: deque[AgreedEvent] = deque(maxlen=KEPT)
+
+    def record(self, event: AgreedEvent, *, is_rank_0: bool) -> None:
+        """Takes an event. Every rank calls it."""
+        event = replace(event, at=time.time())
+        self._newest.append(event)
+        if is_rank_0:
+            self._record(event)
+
+    @property
+    def newest(self) -> list[AgreedEvent]:
+        """The newest events, oldest first."""
+        return list(self._newest)
+
+    def report_again(self) -> None:
+        """Reports the newest events for the rank 0 of earlier generations. The rank that follows it calls this."""
+        for event in self._newest:
+            self._record(event)

@@ -1,4 +1,4 @@
-"""What all ranks know reaches the ledger once, although rank 0 dies before it has reported it."""
+"""Events that all ranks know, and errors that all raise."""
 
 from __future__ import annotations
 
@@ -9,12 +9,17 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from elastic_ddp.distributed.process_group import ProcessGroup
+from elastic_ddp.errors import CheckpointError, ConfigError, PeerFailedError, StorageError
 from elastic_ddp.rendezvous.event_log import EventLog
 from elastic_ddp.rendezvous.snapshot import Snapshot
 from elastic_ddp.telemetry.events import StepsCompleted
-from elastic_ddp.worker.agreed_events import AgreedEvents
+from elastic_ddp.worker.agreement import AgreedEvents, agree_on_error
 from elastic_ddp.worker.run import Run
 from tests.loops import measure, rendezvous_client_of
+from tests.ranks import run_ranks
 from tests.unit.single_worker import CPU, prepared
 from tests.workers import running
 
@@ -71,3 +76,26 @@ def test_what_the_next_rank_0_repeats_is_in_the_ledger_once_also_after_a_restart
     other.report_again()
     assert reported(log) == [1, 2, 3, 4]
     assert log.add(StepsCompleted(generation=2, step=4, loss=math.nan)), "the step is repeated"
+
+
+def agree(group: ProcessGroup, errors: list[Exception | None]) -> str | list[bytes]:
+    """What `agree_on_error` returns or raises where each rank has one of these errors."""
+    try:
+        return agree_on_error(errors[group.rank], group, f"data of {group.rank}".encode())
+    except Exception as error:
+        return repr(error)
+
+
+@pytest.mark.parametrize(
+    ("errors", "expected"),
+    [
+        ([None, None, None], [b"data of 0", b"data of 1", b"data of 2"]),
+        ([None, CheckpointError("bad\nin two lines"), None], r"CheckpointError('bad\nin two lines')"),
+        ([CheckpointError("bad"), StorageError("down"), ConfigError("full")], "ConfigError('full')"),
+        ([PeerFailedError("changed"), CheckpointError("bad"), CheckpointError("worse")], "CheckpointError('bad')"),
+    ],
+)
+def test_all_ranks_raise_the_same_error_or_get_all_data(
+    errors: list[Exception | None], expected: str | list[bytes]
+) -> None:
+    assert run_ranks(3, agree, errors) == [expected] * 3
