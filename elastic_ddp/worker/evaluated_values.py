@@ -33,12 +33,6 @@ _RETURN = (
 class Unmeasured(float):
     """NaN for the result of an evaluation that did not run, whatever its form: each of its items is NaN as well."""
 
-    def __new__(cls) -> Unmeasured:
-        return super().__new__(cls, math.nan)
-
-    def __getnewargs__(self) -> tuple[()]:  # type: ignore[override]
-        return ()
-
     def __getitem__(self, name: str) -> float:
         return math.nan
 

@@ -262,7 +262,7 @@ class Loop:
         name = "validation_loss" if given_name is None else given_name
         membership, step, what = self.membership, self._step, f"run.evaluate(name={name!r})"
         if self._warmup is not None or self.state.is_torn:
-            return Unmeasured()
+            return Unmeasured(math.nan)
         if membership.generation is None:
             raise ConfigError("run.evaluate was called before run.steps(). Call it inside the loop or after it.")
         if self.rank == 0:
@@ -282,7 +282,7 @@ class Loop:
             try:
                 value = membership.run_collective(name, evaluate, what)
             except TasksDifferError:
-                return Unmeasured()
+                return Unmeasured(math.nan)
         steps_done, generation = self.state.position.step, membership.generation
         assert generation is not None
         prefix = "validation" if given_name is None else given_name

@@ -242,9 +242,29 @@ def compute_gradients(step: Step, model: torch.nn.Module) -> None:
         step.backward(model(batch["x"]).square().mean())
 
 
-def take_steps(run: Run, in_step: Callable[[Step], None] = lambda step: None) -> None:
-    """A training function; `in_step` is called in the middle of every step, between a forward and its backward."""
-    model = prepared(run)
+def _nothing(step: Step) -> None: ...
+
+
+def take_steps(
+    run: Run,
+    in_step: Callable[[Step], object] = _nothing,
+    *,
+    model: Any = None,
+    in_block: Callable[[Step], object] = _nothing,
+    after_block: Callable[[Step], object] = _nothing,
+    last: int | None = None,
+) -> None:
+    """A training function.
+
+    Args:
+        run: the run.
+        in_step: called in the middle of every step, between a forward and its backward.
+        model: a prepared model with an optimizer; by default they are made here.
+        in_block: called at the end of every block.
+        after_block: called after every block.
+        last: the step after which the function leaves the loop; by default the last one of the run.
+    """
+    model = prepared(run) if model is None else model
     for step in run.steps():
         with step:
             for place, batch in enumerate(step.micro_batches()):
@@ -253,12 +273,21 @@ def take_steps(run: Run, in_step: Callable[[Step], None] = lambda step: None) ->
                     in_step(step)
                 step.backward(loss)
             step.optimize()
+            in_block(step)
+        after_block(step)
+        if step.index == last:
+            break
 
 
-def train(run: Run, in_step: Callable[[Step], None] = lambda step: None) -> dict[str, Any]:
-    """Runs `take_steps` and ends the run. Returns its outcome."""
-    take_steps(run, in_step)
+def train(run: Run, in_step: Callable[[Step], object] = _nothing, **options: Any) -> dict[str, Any]:
+    """Runs `take_steps`, and ends the run. Returns its outcome."""
+    take_steps(run, in_step, **options)
     return finish(run)
+
+
+def break_down(step: Step) -> None:
+    """Fails as a collective does if a peer dies."""
+    raise dist.DistNetworkError(PEER_FAILURE)
 
 
 def evaluate(run: Run) -> float:

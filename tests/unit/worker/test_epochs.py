@@ -12,18 +12,16 @@ from torch.optim.lr_scheduler import ConstantLR, ExponentialLR, ReduceLROnPlatea
 from elastic_ddp.errors import CheckpointError
 from elastic_ddp.worker.run import Run
 from elastic_ddp.worker.step import Step
-from tests.loops import finish
-from tests.ranks import run_ranks
 from tests.unit.commit_helpers import wait_for_saves
-from tests.unit.rank_steps import config_of, run_steps
 from tests.unit.single_worker import (
     Model,
     NewRun,
     PeerFailures,
     client_of,
-    compute_gradients,
+    evaluate,
     evaluate_with,
     expect_config_error,
+    take_steps,
     train,
 )
 
@@ -31,18 +29,13 @@ ROWS = 24
 """Three steps of eight rows in each epoch."""
 
 
-def rates_of(run: Run) -> list[float]:
+def rates_of(run: Run, every: Any = "epoch") -> list[float]:
     """Trains with a scheduler that halves the learning rate after each epoch. Returns it in each step."""
     model: Any = run.prepare(Model())
     optimizer = run.prepare(torch.optim.SGD(model.parameters(), lr=1.0))
-    run.prepare(ExponentialLR(optimizer, 0.5), every="epoch")
-    rates = []
-    for step in run.steps():
-        with step:
-            rates.append(optimizer.param_groups[0]["lr"])
-            compute_gradients(step, model)
-            step.optimize()
-    finish(run)
+    run.prepare(ExponentialLR(optimizer, 0.5), every=every)
+    rates = list[float]()
+    train(run, lambda step: rates.append(optimizer.param_groups[0]["lr"]), model=model)
     return rates
 
 
@@ -68,17 +61,7 @@ def test_an_epoch_whose_last_step_is_skipped_counts_for_its_scheduler(new_run: N
 
 
 def test_a_scheduler_that_becomes_one_of_epochs_is_an_error(new_run: NewRun) -> None:
-    def train_by_steps(run: Run) -> None:
-        model: Any = run.prepare(Model())
-        optimizer = run.prepare(torch.optim.SGD(model.parameters(), lr=1.0))
-        run.prepare(ExponentialLR(optimizer, 0.5))
-        for step in run.steps():
-            with step:
-                compute_gradients(step, model)
-                step.optimize()
-        finish(run)
-
-    train_by_steps(new_run(ROWS, steps=7))
+    rates_of(new_run(ROWS, steps=7), every="step")
     with pytest.raises(CheckpointError, match=r"every='step' in the commit, .* every='epoch' in the code"):
         rates_of(new_run(ROWS, steps=10))
 
@@ -113,50 +96,27 @@ def test_every_is_for_schedulers_and_is_step_or_epoch(new_run: NewRun) -> None:
 # Steps by the training function.
 
 
-def stepping(in_block: Callable[[Any, Any], None], after_block: Callable[[Any, Any], None]) -> Callable[[Run], Any]:
-    """A training function that calls these with its optimizer and scheduler."""
-
-    def body(run: Run) -> None:
-        model: Any = run.prepare(Model())
-        optimizer = run.prepare(torch.optim.AdamW(model.parameters(), lr=1.0))
-        constant = [ConstantLR(optimizer), ConstantLR(optimizer)]
-        scheduler = run.prepare(SequentialLR(optimizer, constant, [3]))
-        for step in run.steps():
-            with step:
-                compute_gradients(step, model)
-                step.optimize()
-                in_block(optimizer, scheduler)
-            after_block(optimizer, scheduler)
-        finish(run)
-
-    return body
-
-
-def nothing(optimizer: Any, scheduler: Any) -> None: ...
-
-
-def step_optimizer(optimizer: Any, scheduler: Any) -> None:
-    optimizer.step()
-
-
-def step_scheduler(optimizer: Any, scheduler: Any) -> None:
-    scheduler.step()
-
-
 @pytest.mark.parametrize(
-    ("in_block", "after_block", "message"),
+    ("place", "stepped", "message"),
     [
-        (step_optimizer, nothing, ["prepared AdamW", "Remove optimizer.step()"]),
-        (nothing, step_optimizer, ["prepared AdamW", "Remove optimizer.step()"]),
-        (step_scheduler, nothing, ["prepared SequentialLR", "Remove scheduler.step()", 'every="epoch"']),
-        (nothing, step_scheduler, ["prepared SequentialLR", "Remove scheduler.step()", 'every="epoch"']),
+        ("in_block", "optimizer", ["prepared AdamW", "Remove optimizer.step()"]),
+        ("after_block", "optimizer", ["prepared AdamW", "Remove optimizer.step()"]),
+        ("in_block", "scheduler", ["prepared SequentialLR", "Remove scheduler.step()", 'every="epoch"']),
+        ("after_block", "scheduler", ["prepared SequentialLR", "Remove scheduler.step()", 'every="epoch"']),
     ],
 )
 def test_a_second_step_of_an_optimizer_or_scheduler_is_an_error(
-    new_run: NewRun, in_block: Any, after_block: Any, message: list[str]
+    new_run: NewRun, place: str, stepped: str, message: list[str]
 ) -> None:
+    def body(run: Run) -> None:
+        model: Any = run.prepare(Model())
+        optimizer = run.prepare(torch.optim.AdamW(model.parameters(), lr=1.0))
+        scheduler = run.prepare(SequentialLR(optimizer, [ConstantLR(optimizer), ConstantLR(optimizer)], [3]))
+        by_name = {"optimizer": optimizer, "scheduler": scheduler}
+        train(run, model=model, **{place: lambda step: by_name[stepped].step()})
+
     run = new_run(checkpoint={"every_steps": 1})
-    expect_config_error(run, stepping(in_block, after_block), *message)
+    expect_config_error(run, body, *message)
     assert client_of(run).steps_of("commit_succeeded") == [], "a state that was stepped twice is not committed"
 
 
@@ -166,11 +126,7 @@ def test_an_optimizer_may_be_stepped_before_the_loop_and_one_that_is_not_prepare
     optimizer = run.prepare(torch.optim.AdamW(model.parameters(), lr=1.0))
     optimizer.step()
     own = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0)
-    for step in run.steps():
-        with step:
-            compute_gradients(step, model)
-            step.optimize()
-            own.step()
+    take_steps(run, model=model, in_block=lambda step: own.step())
 
 
 # A scheduler that needs a metric.
@@ -182,15 +138,16 @@ def train_with_plateau(run: Run) -> tuple[str, list[float]]:
     optimizer = run.prepare(torch.optim.SGD(model.parameters(), lr=0.1))
     plateau = ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
     run.register("plateau", plateau)
-    rates = []
-    for step in run.steps():
-        with step:
-            compute_gradients(step, model)
-            step.optimize()
-            if step.is_last_of_epoch:
-                plateau.step(run.evaluate(lambda *_: torch.zeros(()), "held-out"))
+    rates = list[float]()
+
+    def in_block(step: Step) -> None:
+        if step.is_last_of_epoch:
+            plateau.step(evaluate(run))
+
+    def after_block(step: Step) -> None:
         rates.append(optimizer.param_groups[0]["lr"])
-    return finish(run)["weights_sha256"], rates
+
+    return train(run, model=model, in_block=in_block, after_block=after_block)["weights_sha256"], rates
 
 
 def test_a_plateau_scheduler_has_the_same_bits_across_a_resume_and_a_failure_in_its_evaluation(
@@ -209,27 +166,3 @@ def test_a_plateau_scheduler_has_the_same_bits_across_a_resume_and_a_failure_in_
     train_with_plateau(new_run(ROWS, steps=7))
     assert fail.raised == [6]
     assert train_with_plateau(new_run(ROWS, steps=12)) == (weights, rates[7:])
-
-
-def _plateau_on_ranks(group: Any) -> tuple[str, list[float]]:
-    rates: list[float] = []
-    plateau: list[ReduceLROnPlateau] = []
-
-    def body(step: Step, model: Any) -> None:
-        [optimizer] = step._state.optimizers
-        if not plateau:
-            plateau.append(ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=0.5))
-        compute_gradients(step, model)
-        step.optimize()
-        plateau[0].step(step.loss)
-        rates.append(optimizer.param_groups[0]["lr"])
-
-    torch.manual_seed(0)
-    return run_steps(group, config_of(steps=6), Model(), body)["weights"], rates
-
-
-def test_a_plateau_scheduler_on_the_training_loss_has_the_same_bits_at_every_world_size() -> None:
-    [(weights, rates)] = run_ranks(1, _plateau_on_ranks)
-    assert len(set(rates)) > 2
-    for world_size in (2, 3):
-        assert run_ranks(world_size, _plateau_on_ranks) == [(weights, rates)] * world_size

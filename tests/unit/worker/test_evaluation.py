@@ -26,9 +26,8 @@ from tests.unit.single_worker import (
     Model,
     NewRun,
     client_of,
-    compute_gradients,
     evaluate_with,
-    prepared,
+    take_steps,
 )
 
 NUM_ROWS = 26
@@ -194,9 +193,11 @@ def test_other_results_of_an_evaluation_are_refused_with_what_to_return() -> Non
         assert expected in message
 
 
-def test_an_evaluation_that_did_not_run_is_nan_in_every_form() -> None:
-    result = Unmeasured()
-    assert math.isnan(result) and math.isnan(result["accuracy"]) and dict(result.items()) == {**result} == {}
+def test_the_result_of_an_evaluation_that_did_not_run_is_nan_as_a_number_and_as_a_dict() -> None:
+    result: Any = Unmeasured(math.nan)
+    assert math.isnan(result) and math.isnan(result["accuracy"]) and math.isnan(result.get("accuracy"))
+    assert dict(result.items()) == {**result} == {} and list(result) == list(result.values()) == []
+    assert len(result) == 0 and "accuracy" not in result and math.isnan(copy.deepcopy(result))
 
 
 @pytest.mark.parametrize(("name", "prefix"), [(None, "validation"), ("test", "test")])
@@ -206,18 +207,8 @@ def test_metrics_of_a_dict_are_recorded_under_names_with_a_prefix(
     values: Any = {"loss": 0.5, "accuracy": 0.75}
     evaluate_with(monkeypatch, lambda generation: values)
     run = new_run(steps=1)
-    model = prepared(run)
-    for step in run.steps():
-        with step:
-            compute_gradients(step, model)
-            step.optimize()
+    take_steps(run)
     assert run.evaluate(lambda *_: torch.zeros(()), "held-out", name=name) == values
     events = {event["name"]: event["loss"] for event in client_of(run).events_of("evaluation_finished")}
     assert events == {f"{prefix}_loss": 0.5, f"{prefix}_accuracy": 0.75}
     assert checkpointer_of(run).metrics.to_record()["metrics"].keys() >= events.keys()
-
-
-def test_a_result_of_no_evaluation_can_be_used_like_a_dict() -> None:
-    result: Any = Unmeasured()
-    assert list(result) == list(result.values()) == [] and len(result) == 0 and "accuracy" not in result
-    assert math.isnan(result.get("accuracy")) and math.isnan(copy.deepcopy(result))

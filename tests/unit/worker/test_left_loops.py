@@ -18,25 +18,14 @@ from elastic_ddp.worker.run import Run
 from tests.loops import finish
 from tests.unit.cli.test_cli import invoke, write_ledger
 from tests.unit.report_runs import Recorder
-from tests.unit.single_worker import NewRun, compute_gradients, prepared
+from tests.unit.single_worker import NewRun, train
 
 SETTINGS = {"name": "run", "steps": 40, "global_batch_size": 8, "micro_batch_size": 8}
 
 
-def train(run: Run, leave_at: int | None = None) -> dict[str, Any]:
-    model = prepared(run)
-    for step in run.steps():
-        if step.index == leave_at:
-            break
-        with step:
-            compute_gradients(step, model)
-            step.optimize()
-    return finish(run)
-
-
 def test_some_steps_and_then_the_rest_give_the_weights_of_an_uninterrupted_run(new_run: NewRun) -> None:
     calm = train(new_run(folder="calm", steps=8))
-    left = train(new_run(folder="left", steps=8), leave_at=3)
+    left = train(new_run(folder="left", steps=8), last=2)
     rest = train(new_run(folder="left", steps=8))
     assert (left["steps"], left["total_steps"]) == (3, 8)
     assert rest == calm and left["weights_sha256"] != rest["weights_sha256"]

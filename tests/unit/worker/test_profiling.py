@@ -149,13 +149,6 @@ def test_a_profile_without_a_step_is_dropped_with_its_reason(new_run: NewRun, ch
     assert reason in answer_of(run)["error"]
 
 
-def test_a_profile_that_the_end_of_the_run_cuts_short_has_the_steps_until_then(new_run: NewRun) -> None:
-    run = new_run()
-    train(run, ask_in(run, 3))
-    answer = answer_of(run)
-    assert (answer["first_step"], answer["num_steps"], answer["ended_early"]) == (5, 1, "the run ended")
-
-
 def test_a_profiler_of_the_training_function_is_left_alone(new_run: NewRun) -> None:
     run, own = new_run(), torch.profiler.profile()
 

@@ -23,6 +23,7 @@ from elastic_ddp.worker.generation import Generation
 from elastic_ddp.worker.loop import Loop
 from elastic_ddp.worker.run import Run
 from elastic_ddp.worker.state_sharing import GenerationInputs
+from elastic_ddp.worker.step import Step
 from elastic_ddp.worker.worker_membership import RestartTraining
 from tests.loops import finish, leave, restart, set_clock, state_of, wait_for_save
 from tests.unit.single_worker import (
@@ -32,11 +33,13 @@ from tests.unit.single_worker import (
     NewRun,
     PeerFailures,
     Place,
+    break_down,
     client_of,
     compute_gradients,
     evaluate,
     evaluate_with,
     prepared,
+    take_steps,
     train,
     train_and_count,
 )
@@ -110,16 +113,15 @@ def test_the_time_of_a_restart_does_not_belong_to_the_generation_before(new_run:
         return join(request, **facts)
 
     client.join = note_account  # type: ignore[method-assign]
-    model = prepared(run)
+
+    def pass_time(step: Step) -> None:
+        nonlocal now
+        now += 1.0
+        if why == "a failure of a sharded run":
+            state_of(run).layout = lambda name: None
+
     with pytest.raises(RestartTraining):
-        for step in run.steps():
-            now += 1.0
-            with step:
-                if why == "a failure of a sharded run":
-                    state_of(run).layout = lambda name: None
-                compute_gradients(step, model)
-                step.optimize()
-                raise dist.DistNetworkError(PEER_FAILURE)
+        take_steps(run, pass_time, in_block=break_down)
     now += 20.0
     again = restart(run)
     assert train(again)["steps"] == 6
@@ -130,7 +132,7 @@ def test_the_time_of_a_restart_does_not_belong_to_the_generation_before(new_run:
 def test_a_worker_whose_peer_dies_with_its_shard_restarts_and_keeps_its_place(new_run: NewRun) -> None:
     """All were to continue from memory. The next generation starts from the newest commit, so from step 0 here."""
     run = new_run(strategy="fsdp")
-    client, model = client_of(run), prepared(run)
+    client = client_of(run)
     join = client.join
 
     def lose_a_shard(request: JoinRequest, **facts: Any) -> Assignment:
@@ -142,11 +144,7 @@ def test_a_worker_whose_peer_dies_with_its_shard_restarts_and_keeps_its_place(ne
 
     client.join = lose_a_shard  # type: ignore[method-assign]
     with pytest.raises(RestartTraining):
-        for step in run.steps():
-            with step:
-                client.reconfigure_requested = True
-                compute_gradients(step, model)
-                step.optimize()
+        take_steps(run, lambda step: setattr(client, "reconfigure_requested", True))
     again = restart(run)
     client.reconfigure_requested = False
     assert train(again)["steps"] == 6
@@ -159,11 +157,7 @@ def test_a_sharded_run_refuses_a_model_that_is_already_sharded(new_run: NewRun) 
     model: Any = run.prepare(module)
     run.prepare(torch.optim.SGD(model.parameters(), lr=0.1))
     with pytest.raises(RestartTraining):
-        for step in run.steps():
-            with step:
-                compute_gradients(step, model)
-                step.optimize()
-                fail(step.index)
+        take_steps(run, model=model, in_block=lambda step: fail(step.index))
     again = restart(run)
     with pytest.raises(ConfigError, match=r"already sharded: 0\.weight"):
         again.prepare(module)
@@ -199,16 +193,8 @@ def train_until(run: Run, last: int, fail: Callable[[int], None], *, evaluates: 
 
 
 def test_a_loop_that_ends_with_a_torn_step_restarts(new_run: NewRun) -> None:
-    run = new_run()
-    model = prepared(run)
-    for step in run.steps():
-        with step:
-            compute_gradients(step, model)
-            step.optimize()
-            raise dist.DistNetworkError(PEER_FAILURE)
-        break
     with pytest.raises(RestartTraining):
-        finish(run)
+        train(new_run(), in_block=break_down, last=0)
 
 
 def test_a_loop_that_ends_with_a_failed_step_repeats_the_step(new_run: NewRun) -> None:
@@ -295,42 +281,20 @@ def test_an_evaluation_that_fails_after_each_restart_of_a_sharded_run_ends_the_r
 
     evaluate_with(monkeypatch, measure)
 
-    def train_once() -> None:
-        model = prepared(run)
-        for step in run.steps():
-            with step:
-                compute_gradients(step, model)
-                step.optimize()
-            steps.append(step.index)
-            wait_for_save(run)
-            if step.index in (2, 4):
-                evaluate(run)
+    def after_block(step: Step) -> None:
+        steps.append(step.index)
+        wait_for_save(run)
+        if step.index in (2, 4):
+            evaluate(run)
 
     with pytest.raises(WorkersFailedError, match="'validation_loss' after 5 steps failed 3 times in a row"):
         for _ in range(9):
             try:
-                train_once()
+                take_steps(run, after_block=after_block)
             except RestartTraining:
                 run = restart(run)
     leave(run, intact=False)
     assert steps == [0, 1, 2, 3, 4, 4, 4]
-
-
-def test_different_workers_that_die_in_one_step_do_not_end_the_run(
-    new_run: NewRun, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    evaluate_with(monkeypatch, lambda _: 0.1)
-    run, fail = new_run(), PeerFailures(3, times=4)
-    client_of(run).same_members = False
-    model = prepared(run)
-    for step in run.steps():
-        with step:
-            for batch in step.micro_batches():
-                fail(step.index)
-                step.backward(model(batch["x"]).square().mean())
-            step.optimize()
-        evaluate(run)
-    assert finish(run)["steps"] == 6 and len(fail.raised) == 4
 
 
 @pytest.mark.parametrize("is_sharded", [False, True], ids=["replicated", "sharded"])

@@ -7,6 +7,7 @@ import json
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +32,13 @@ from tests.unit.single_worker import (
     FakeClient,
     NewRun,
     PeerFailures,
+    break_down,
     client_of,
     compute_gradients,
     evaluate,
     evaluate_with,
     prepared,
+    take_steps,
     train,
     train_and_count,
 )
@@ -61,14 +64,13 @@ def newest_step(folder: Path) -> int | None:
 
 def train_and_evaluate(run: Run, *after: int) -> list[float]:
     """Evaluates twice after some of the steps. Returns the results."""
-    model, results = prepared(run), list[float]()
-    for step in run.steps():
-        with step:
-            compute_gradients(step, model)
-            step.optimize()
+    results = list[float]()
+
+    def after_block(step: Step) -> None:
         if step.index in after:
-            results += [evaluate(run) for _ in range(2)]
-    assert finish(run)["steps"] == 6
+            results.extend(evaluate(run) for _ in range(2))
+
+    assert train(run, after_block=after_block)["steps"] == 6
     return results
 
 
@@ -194,18 +196,12 @@ def test_several_evaluations_after_a_failed_step_rejoin_once(new_run: NewRun, mo
         in_generation.append(generation.number)
         return 1.5
 
-    evaluate_with(monkeypatch, measure)
-    model = prepared(run)
-    for step in run.steps():
-        with step:
-            for batch in step.micro_batches():
-                loss = model(batch["x"]).square().mean()
-                fail(step.index)
-                step.backward(loss)
-            step.optimize()
+    def after_block(step: Step) -> None:
         if step.index == 3:
             assert [evaluate(run) for _ in range(3)] == [1.5] * 3
-    assert finish(run)["steps"] == 6
+
+    evaluate_with(monkeypatch, measure)
+    assert train(run, lambda step: fail(step.index), after_block=after_block)["steps"] == 6
     assert client_of(run).joins == [(None, True), (3, False)]
     assert in_generation == [2] * 6, "after the failed step, and after its repetition"
 
@@ -285,33 +281,21 @@ def test_a_worker_reports_whether_others_can_continue_from_its_state(
     evaluate_with(monkeypatch, measure)
     if where == "end":
         fail_in_barriers(monkeypatch, 1)
-    model = prepared(run)
-    for step in run.steps():
-        with step:
-            compute_gradients(step, model)
-            step.optimize()
-            if (where, step.index) == ("in block", 2):
-                evaluate(run)
-        if (where, step.index) == ("after block", 2):
+
+    def evaluate_at(place: str, step: Step) -> None:
+        if (place, step.index) == (where, 2):
             evaluate(run)
-    assert finish(run)["steps"] == 6
+
+    hooks = {"in_block": partial(evaluate_at, "in block"), "after_block": partial(evaluate_at, "after block")}
+    assert train(run, **hooks)["steps"] == 6
     assert client_of(run).are_resumable == [True, is_resumable]
 
 
 def test_an_evaluation_after_a_torn_step_is_nan(new_run: NewRun) -> None:
     run, results = new_run(), list[float]()
-    model = prepared(run)
     with pytest.raises(RestartTraining):
-        for step in run.steps():
-            with step:
-                compute_gradients(step, model)
-                step.optimize()
-                if step.index == 1:
-                    raise dist.DistNetworkError(PEER_FAILURE)
-            if step.index == 1:
-                assert run.position.step == 1
-                results.append(evaluate(run))
-    assert len(results) == 1 and math.isnan(results[0])
+        take_steps(run, in_block=break_down, after_block=lambda step: results.append(evaluate(run)))
+    assert run.position.step == 0 and len(results) == 1 and math.isnan(results[0])
 
 
 def test_failures_at_steps_after_an_earlier_one_start_a_new_count() -> None:

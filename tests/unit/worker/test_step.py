@@ -30,7 +30,6 @@ from tests.unit.single_worker import (
     compute_gradients,
     expect_config_error,
     prepared,
-    train,
 )
 
 # Results.
@@ -184,11 +183,6 @@ def backward_before_the_first_batch(step: Step, model: torch.nn.Module) -> None:
     step.backward(model(torch.ones(2, 3)).mean())
 
 
-def backward_after_the_last_batch(step: Step, model: torch.nn.Module) -> None:
-    compute_gradients(step, model)
-    step.backward(model(torch.ones(2, 3)).mean())
-
-
 def loss_of_each_row(step: Step, model: torch.nn.Module) -> None:
     for batch in step.micro_batches():
         step.backward(model(batch["x"]))
@@ -208,18 +202,10 @@ def optimized_early(step: Step, model: torch.nn.Module) -> None:
     step.optimize()
 
 
-def optimized_at_once(step: Step, model: torch.nn.Module) -> None:
-    step.optimize()
-
-
 def optimized_twice(step: Step, model: torch.nn.Module) -> None:
     compute_gradients(step, model)
     step.optimize()
     step.optimize()
-
-
-def never_optimized(step: Step, model: torch.nn.Module) -> None:
-    compute_gradients(step, model)
 
 
 @pytest.mark.parametrize(
@@ -227,13 +213,11 @@ def never_optimized(step: Step, model: torch.nn.Module) -> None:
     [
         (backward_twice, ["step.backward", "once"]),
         (backward_before_the_first_batch, ["step.backward", "once"]),
-        (backward_after_the_last_batch, ["step.backward", "once"]),
         (loss_of_each_row, ["step.backward", "(2, 1)", "mean"]),
         (batch_without_backward, ["step 0", "micro-batch 1", "step.backward(loss)"]),
         (optimized_early, ["step 0", "[2, 3]", "step.micro_batches()"]),
-        (optimized_at_once, ["step 0", "[0, 1, 2, 3]", "step.micro_batches()"]),
         (optimized_twice, ["step.optimize", "twice in step 0"]),
-        (never_optimized, ["step 0", "step.optimize()"]),
+        (compute_gradients, ["step 0", "step.optimize()"]),
     ],
 )
 def test_an_error_about_a_wrongly_used_step_names_the_fix(
@@ -255,14 +239,6 @@ def test_a_skipped_step_is_refused(new_run: NewRun) -> None:
             continue
 
     expect_config_error(new_run(), training, "step 0", "`with step`")
-
-
-def test_errors_of_the_training_function_pass_through_a_step(new_run: NewRun) -> None:
-    def broken(step: Step) -> None:
-        raise ZeroDivisionError("in the training function")
-
-    with pytest.raises(ZeroDivisionError, match="in the training function"):
-        train(new_run(), broken)
 
 
 def test_a_method_of_the_model_that_calls_the_model_computes_the_same_loss(new_run: NewRun) -> None:
@@ -326,7 +302,7 @@ def test_a_peer_failure_that_is_caught_still_repeats_the_step(new_run: NewRun) -
     assert client_of(run).joins == [(None, True), (0, True)]
 
 
-@pytest.mark.parametrize("value", [torch.zeros(3), np.zeros(3), "high"])
+@pytest.mark.parametrize("value", [np.zeros(3), "high"])
 def test_log_takes_single_numbers_only(new_run: NewRun, value: Any) -> None:
     run = new_run()
     prepared(run)
