@@ -71,7 +71,7 @@ def expected_step(num_rows: int) -> tuple[float, list[float]]:
     return loss.item(), torch.cat([p.grad.reshape(-1) for p in model.parameters() if p.grad is not None]).tolist()
 
 
-@pytest.mark.parametrize("changes", [{}, {"ddp": {"find_unused_parameters": True}}, {"clip_grad_norm": 0.1}])
+@pytest.mark.parametrize("changes", [{}, {"clip_grad_norm": 0.1, "ddp": {"find_unused_parameters": True}}])
 def test_weighted_steps_have_the_same_bits_at_every_world_size(changes: dict[str, Any]) -> None:
     config = config_of(**changes)
     [expected] = run_ranks(1, on_data_of_both_sizes, config)
@@ -85,8 +85,7 @@ def test_weighted_steps_have_the_same_bits_at_every_world_size(changes: dict[str
 
 
 NATIVE: list[dict[str, Any]] = [
-    {"reduction": "native", "ddp": {"bucket_cap_mb": 0.0001, **more}}
-    for more in ({}, {"find_unused_parameters": True}, {"static_graph": True})
+    {"reduction": "native", "ddp": {"bucket_cap_mb": 0.0001, **more}} for more in ({}, {"static_graph": True})
 ]
 
 
@@ -123,8 +122,7 @@ def test_fp16_steps_weighted_by_numbers_of_tokens_are_not_skipped() -> None:
     [expected] = run_ranks(1, with_many_tokens, config)
     assert not any(expected["returned"])
     assert expected["loss_scale"] == LossScale(growth_tracker=5, weight_unit=2.0**23)
-    for world_size in (2, 3):
-        assert run_ranks(world_size, with_many_tokens, config) == [expected] * world_size
+    assert run_ranks(3, with_many_tokens, config) == [expected] * 3
     assert expected["losses"][0] == pytest.approx(0.01 * expected_step(1000)[0], rel=1e-2)
 
 
@@ -205,15 +203,14 @@ def test_a_step_whose_weights_are_all_zero_is_skipped(new_run: NewRun) -> None:
     assert client_of(run).events_of("step_skipped")[0]["reason"] == "the weights of all micro-batches are 0"
 
 
-@pytest.mark.parametrize("weight", [-1, math.nan, math.inf, torch.ones(2), "all"])
+@pytest.mark.parametrize("weight", [-1, math.nan, torch.ones(2), "all"])
 def test_a_weight_is_one_finite_number_that_is_not_negative(new_run: NewRun, weight: Any) -> None:
     run = new_run()
     model = prepared(run)
-    with pytest.raises(ConfigError, match=r"step.backward got weight=.*finite number that is not negative"):
-        for step in run.steps():
-            with step:
-                for batch in step.micro_batches():
-                    step.backward(model(batch["x"]).mean(), weight=weight)
+    message = r"step.backward got weight=.*finite number that is not negative"
+    with pytest.raises(ConfigError, match=message), next(run.steps()) as step:
+        for batch in step.micro_batches():
+            step.backward(model(batch["x"]).mean(), weight=weight)
 
 
 def mixed(group: ProcessGroup, config: RunConfig) -> str:
