@@ -42,7 +42,8 @@ def _seed_torch(value: int) -> None:
 
     # Equal to manual_seed, which formats a traceback for each kind of device that this machine lacks: 0.1 to 3 ms each.
     torch.default_generator.manual_seed(value)
-    if (seed_devices := _device_seeder()) is not None:
+    seed_devices = _device_seeder()
+    if seed_devices is not None:
         seed_devices(value)
 
 
@@ -64,7 +65,8 @@ def preserve_rng_state(device: torch.device) -> Iterator[None]:
     import torch
 
     devices = [device] if device.type != "cpu" else []
-    numpy_state, python_state = np.random.get_state(), random.getstate()
+    numpy_state = np.random.get_state()
+    python_state = random.getstate()
     with torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"):
         try:
             yield

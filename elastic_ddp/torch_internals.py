@@ -131,8 +131,8 @@ def modules_of(module: torch.nn.Module) -> list[torch.nn.Module]:
         current = left.pop()
         if current is not None and id(current) not in found:
             found[id(current)] = current
-            if children := current._modules:
-                left.extend(reversed(children.values()))
+            if current._modules:
+                left.extend(reversed(current._modules.values()))
     return list(found.values())
 
 
@@ -203,9 +203,11 @@ def move_scheduler(scheduler: Any, position: int) -> None:
     """
     if isinstance(scheduler, SequentialLR):
         number = bisect_right(scheduler._milestones, position)
-        active, start = scheduler._schedulers[number], scheduler._milestones[number - 1] if number else 0
+        active = scheduler._schedulers[number]
+        start = scheduler._milestones[number - 1] if number else 0
         move_scheduler(active, position - start)
-        scheduler.last_epoch, scheduler._last_lr = position, active.get_last_lr()
+        scheduler.last_epoch = position
+        scheduler._last_lr = active.get_last_lr()
         return
     rates = []
     for factor in (2.0, 1.0):  # a rate that depends on the one before differs

@@ -40,17 +40,22 @@ class CollectiveTasks:
         self.steps_have_ended = False
 
     def begin_step(self, step: int) -> None:
-        self._begun, self._count, self._is_void = step, 0, False
+        self._begun = step
+        self._count = 0
+        self._is_void = False
 
     def end_steps(self) -> None:
         """The loop over steps has ended. From here on all ranks do the same tasks, sooner or later."""
-        self.steps_have_ended, self._is_void = True, False
+        self.steps_have_ended = True
+        self._is_void = False
 
     def next(self, step: int, name: str) -> Task:
         """Returns this worker's next task, after `step` steps. Raises a TasksDifferError if other ranks are past it."""
         place = (step, self._begun == step)
         if place != self._place:
-            self._place, self._count, self._is_void = place, 0, False
+            self._place = place
+            self._count = 0
+            self._is_void = False
         if self._is_void:
             raise TasksDifferError(
                 f"a worker failed, and not all others run {name!r} after step {step - 1}. Let only step.index decide "
@@ -59,7 +64,9 @@ class CollectiveTasks:
         return Task(*place, self._count + 1, name)
 
     def done(self, task: Task, result: Any) -> None:
-        self._last, self._last_result, self._count = task, result, task.number
+        self._last = task
+        self._last_result = result
+        self._count = task.number
 
     def result_of_others(self, task: Task) -> tuple[Any] | None:
         """Returns the result of a task that other ranks have done, in a tuple; None if it is to be done."""

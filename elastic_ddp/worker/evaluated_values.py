@@ -1,4 +1,4 @@
-"""What the loss function of an evaluation returned for each micro-batch, brought together from all ranks."""
+"""The results of an evaluation's loss function for each micro-batch, gathered from all ranks."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from safetensors.torch import load, save
 
 from elastic_ddp.distributed.reduction_tree import Node, fold_to_root
 from elastic_ddp.errors import ConfigError
+from elastic_ddp.worker.logged_values import is_one_number
 from elastic_ddp.worker.loss_scale import check_weight
 
 if TYPE_CHECKING:
@@ -73,7 +74,8 @@ class CollectedMeans:
         """Returns the result, a number or a dict of numbers, identical on all ranks. Collective."""
         names: list[str] | None = None
         for part in group.all_gather_bytes(json.dumps(self._names).encode()):
-            if (theirs := json.loads(part)) is not None:  # a rank without rows has no names
+            theirs = json.loads(part)
+            if theirs is not None:  # a rank without rows has no names
                 names = _check_names(names, theirs)
         assert names is not None, "rank 0 has rows"
         sums = torch.stack([self._sums.get(name, torch.zeros(self._shape, dtype=torch.float64)) for name in names])
@@ -145,11 +147,11 @@ def _weighted(result: Any, num_rows: int) -> torch.Tensor:
 
 
 def _mean(name: str, totals: torch.Tensor, weights: torch.Tensor) -> float:
-    total, weight = _add_along_tree(totals), _add_along_tree(weights)
+    weight = _add_along_tree(weights)
     if not weight:
         what = f" of {name!r}" if name else ""
         raise ConfigError(f"run.evaluate: the weights{what} of all micro-batches are 0, so there is no mean.")
-    return total / weight
+    return _add_along_tree(totals) / weight
 
 
 def _add_along_tree(values: torch.Tensor) -> float:
@@ -160,9 +162,8 @@ def _add_along_tree(values: torch.Tensor) -> float:
 
 def as_number(value: Any, caller: str = "loss_fn") -> float:
     """Returns what a function of the user returned as a number. Raises ConfigError if it is not one number."""
-    is_number = isinstance(value, torch.Tensor | float | int | np.number | np.ndarray)
-    if not is_number or math.prod(np.shape(value)) != 1:
-        shape = f" of shape {tuple(np.shape(value))}" if is_number else ""
+    if not is_one_number(value):
+        shape = f" of shape {tuple(value.shape)}" if hasattr(value, "shape") else ""
         advice = _RETURN if caller == "loss_fn" else "Return one number, or a dict of numbers by name"
         raise ConfigError(f"{caller} of run.evaluate returned a {type(value).__name__}{shape}. {advice}.")
     return float(value)

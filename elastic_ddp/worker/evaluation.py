@@ -40,14 +40,18 @@ def evaluate(
     data: Source | InMemory,
     transform: Transform | None,
     collate_fn: CollateFn | None,
-    device: torch.device,
-    compute_metrics: Callable[[Any], Any] | None = None,
+    compute_metrics: Callable[[Any], Any] | None,
 ) -> Any:
     """Returns the mean loss over a data set, or other metrics of it; see `Run.evaluate`. Collective.
 
     Rows are cut into micro-batches like an epoch, in stored order; the reduction tree adds their losses.
     """
-    config, strategy, model = job.config, generation.strategy, generation.state.module
+    config = job.config
+    strategy = generation.strategy
+    device = generation.group.device
+    prepared = generation.state.model
+    assert prepared is not None
+    model = prepared.module
     check_data(data, transform)
     is_converted = transform is not None or collate_fn is not None
     index = _share_index(generation, job, data, is_converted)
@@ -68,8 +72,7 @@ def evaluate(
         else CollectedRows(compute_metrics)
     )
     options: dict[str, Any] = {"transform": transform, "collate_fn": collate_fn, "device": device}
-    assert generation.state.model is not None
-    buffers = StepBuffers(model, generation.state.model.buffer_rules)
+    buffers = StepBuffers(model, prepared.buffer_rules)
     make_feed = MicroBatchFeed if job.debugged is None else InlineFeed
     feed = generation.evaluation_feed = make_feed(index, plan, **options, hang_timeout_s=config.hang_timeout_s)
     try:

@@ -98,7 +98,10 @@ class Generation:
     @classmethod
     def open(cls, inputs: GenerationInputs, assignment: Assignment, attempt: int = 0) -> Generation:
         """Forms the process group and brings all ranks to the same state. `attempt` counts failed attempts in a row."""
-        job, state, feeds, step = inputs.job, inputs.state, inputs.feeds, assignment.first_step
+        job = inputs.job
+        state = inputs.state
+        feeds = inputs.feeds
+        step = assignment.first_step
         micro_batches = micro_batches_of(job.config, assignment.rank, assignment.world_size)
         with ExitStack() as on_error:
 

@@ -1,4 +1,4 @@
-"""What a training function logs in a step, and its means over the global batch."""
+"""Values that a training function logs in a step, and their means over the global batch."""
 
 from __future__ import annotations
 
@@ -26,6 +26,11 @@ class Means(dict[str, float]):
         return math.nan
 
 
+def is_one_number(value: Any) -> bool:
+    """Returns whether a value is a number, or a tensor or an array with one element."""
+    return isinstance(value, torch.Tensor | float | int | np.number | np.ndarray) and math.prod(np.shape(value)) == 1
+
+
 class LoggedValues:
     """The values that one rank logs in a step, by name and micro-batch. `gather` brings those of all ranks together."""
 
@@ -36,8 +41,7 @@ class LoggedValues:
     def log(self, micro_batch: int | None, values: dict[str, Any]) -> None:
         """Adds values of a micro-batch. Raises a ConfigError if a value is no single number."""
         for name, value in values.items():
-            is_number = isinstance(value, torch.Tensor | float | int | np.number | np.ndarray)
-            if not is_number or math.prod(np.shape(value)) != 1:
+            if not is_one_number(value):
                 raise ConfigError(f"step.log got {name}={value!r} of shape {tuple(np.shape(value))}. Log one number.")
             number = value.detach() if isinstance(value, torch.Tensor) else value
             self._values.setdefault(name, {})[micro_batch] = number
@@ -57,7 +61,8 @@ class LoggedValues:
         parts = [json.loads(part) for part in group.all_gather_bytes(sent.encode())]
         for part, owned in zip(parts, ranges, strict=True):
             for name, values in part["values"].items():
-                if (value := values.pop("None", None)) is not None:
+                value = values.pop("None", None)
+                if value is not None:
                     outside.setdefault(name, []).append((value, int(rows[list(owned)].sum())))
                 merged.setdefault(name, {}).update(values)
         by_micro_batch = {

@@ -5,15 +5,11 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from elastic_ddp.distributed.process_group import is_peer_failure
-from elastic_ddp.errors import (
-    CheckpointError,
-    ConfigError,
-    ReplicasDifferError,
-    format_exception,
-)
+from elastic_ddp.errors import CheckpointError, ConfigError, ReplicasDifferError, format_exception
 from elastic_ddp.rendezvous.client import RendezvousClient, RunStopped
 from elastic_ddp.rendezvous.hang import STORING
 from elastic_ddp.seeding import seed_all
@@ -56,7 +52,9 @@ class Loop:
     """The part of a worker behind `Run`. It lives as long as the worker; `restart` gives it a new state."""
 
     def __init__(self, job: Job, client: RendezvousClient, device: torch.device) -> None:
-        self.job, self.client, self.device = job, client, device
+        self.job = job
+        self.client = client
+        self.device = device
         self.state = self._new_state()
         self.checkpointer = Checkpointer(job, client)
         self.membership = WorkerMembership(job, client, state=self.state, checkpointer=self.checkpointer, device=device)
@@ -90,7 +88,9 @@ class Loop:
         self.profiler.interrupt(MEMBERSHIP_CHANGES)
         self.membership.shut_down(save_within_s=math.inf)
         self.checkpointer.restart()
-        self.state, self._step, self._warmup = self._new_state(), None, None
+        self.state = self._new_state()
+        self._step = None
+        self._warmup = None
         self.membership.restart(self.state)
         self._verified.restart(self.state)
 
@@ -108,14 +108,16 @@ class Loop:
         while True:
             if membership.generation is None:
                 self.profiler.interrupt(MEMBERSHIP_CHANGES)
-                if not membership.holds_state and (warmup := membership.warm_up()) is not None:
-                    self._warmup = warmup
-                    yield warmup
-                    self._warmup = None
+                if not membership.holds_state:
+                    self._warmup = membership.warm_up()
+                    if self._warmup is not None:
+                        yield self._warmup
+                        self._warmup = None
                 membership.join()
                 self._warn()
-            generation, index = membership.generation, self.state.position.step
+            generation = membership.generation
             assert generation is not None
+            index = self.state.position.step
             if index >= self.job.total_steps:
                 return
             config = self.job.config
@@ -129,7 +131,8 @@ class Loop:
             plan = StepPlan(generation, shape.rows(index), self._votes, self._is_logged(index), verify)
             self._step = Step(plan, shape.epoch_of(index))
             yield self._step
-            step, self._step = self._step, None
+            step = self._step
+            self._step = None
             outcome = step.outcome
             self._verified.end_step(generation, outcome)
             if outcome.dispute is not None:
@@ -153,9 +156,11 @@ class Loop:
         assert generation is not None
         if self.rank != 0:
             return
-        place, before = generation.group.assignment, self._mirror_warning
-        self._mirror_warning = warn_about_mirrors(place) if self.state.mirror is not None else None
-        texts = [self._mirror_warning if self._mirror_warning != before else None]
+        texts: list[str | None] = []
+        warning = warn_about_mirrors(generation.group.assignment) if self.state.mirror is not None else None
+        if warning != self._mirror_warning:
+            self._mirror_warning = warning
+            texts.append(warning)
         if generation.number == 1:
             is_detailed = os.environ.get("TORCH_DISTRIBUTED_DEBUG", "").upper() == "DETAIL"
             texts.append(_OF_DETAIL if is_detailed else None)
@@ -183,7 +188,8 @@ class Loop:
     def _end_step(self, step: Step, *, more_steps: bool = True) -> str | None:
         """Carries out the ranks' agreement of a completed step. Returns how a worker failed meanwhile, or None."""
         assert step.outcome.agreed is not None
-        membership, votes = self.membership, step.outcome.agreed.votes
+        membership = self.membership
+        votes = step.outcome.agreed.votes
         self.state.guard.check(self.state.optimizers, self.state.schedulers)
         # After a failure in an evaluation, this worker is in another generation, whose ranks vote again.
         if membership.generation is not step.generation:
@@ -195,8 +201,7 @@ class Loop:
         try:
             self._apply_agreement(step, votes)
             more_steps = more_steps and self.state.position.step < self.job.total_steps
-            is_agreed = more_steps and votes["reconfigure"] == self.world_size
-            if is_agreed:
+            if more_steps and votes["reconfigure"] == self.world_size:
                 membership.leave(intact=True, reason=MEMBERSHIP_CHANGED)
         except Exception as error:
             if not is_peer_failure(error):
@@ -228,8 +233,10 @@ class Loop:
 
     def _report(self, step: Step) -> dict[str, float]:
         """Reports the step to the rendezvous and the ledger. Returns the logged metrics, if they are due."""
-        clock, generation, position = self.membership.clock, step.generation, self.state.position
-        number, is_rank_0, record = generation.number, self.rank == 0, self.membership.agreed_events.record
+        clock = self.membership.clock
+        record = partial(self.membership.agreed_events.record, is_rank_0=self.rank == 0)
+        generation = step.generation
+        position = self.state.position
         first_step_s = clock.step_done(position.step)
         progress: dict[str, Any] = {
             "step": position.step,
@@ -238,29 +245,30 @@ class Loop:
             "samples": position.samples,
             "world_size": self.world_size,
         }
-        if is_rank_0:
-            self.client.progress(generation=number, **progress)
+        if self.rank == 0:
+            self.client.progress(generation=generation.number, **progress)
         if first_step_s is not None:
-            record(FirstStep(generation=number, seconds=first_step_s), is_rank_0=is_rank_0)
-        if step.outcome.skip_reason is not None:
-            reason, scale = step.outcome.skip_reason, self.state.loss_scale
-            loss_scale = None if scale is None else scale.scale
-            skipped = StepSkipped(generation=number, step=position.step, reason=reason, loss_scale=loss_scale)
-            record(skipped, is_rank_0=is_rank_0)
+            record(FirstStep(generation=generation.number, seconds=first_step_s))
+        reason = step.outcome.skip_reason
+        if reason is not None:
+            scale = None if self.state.loss_scale is None else self.state.loss_scale.scale
+            record(StepSkipped(generation=generation.number, step=position.step, reason=reason, loss_scale=scale))
         if not self._is_logged(step.index):
             return {}
-        metrics, seconds = step.metrics, clock.account.seconds() if is_rank_0 else None
-        done = StepsCompleted(generation=number, **progress, metrics=metrics, account=seconds)
-        record(done, is_rank_0=is_rank_0)
+        seconds = clock.account.seconds() if self.rank == 0 else None
+        record(StepsCompleted(generation=generation.number, **progress, metrics=step.metrics, account=seconds))
         counts = [len(owned) for owned in generation.strategy.ranges]
-        if (measured := combine(step.outcome.phases, generation=number, micro_batches=counts)) is not None:
-            record(measured, is_rank_0=is_rank_0)
-        return metrics
+        measured = combine(step.outcome.phases, generation=generation.number, micro_batches=counts)
+        if measured is not None:
+            record(measured)
+        return step.metrics
 
     def measure(self, given_name: str | None, figure: Callable[[Generation], Any]) -> Any:
         """Returns figures that all ranks compute together, in a step or after one; see `Run.evaluate`."""
         name = "validation_loss" if given_name is None else given_name
-        membership, step, what = self.membership, self._step, f"run.evaluate(name={name!r})"
+        what = f"run.evaluate(name={name!r})"
+        membership = self.membership
+        step = self._step
         if self._warmup is not None or self.state.is_torn:
             return Unmeasured(math.nan)
         if membership.generation is None:
@@ -283,8 +291,9 @@ class Loop:
                 value = membership.run_collective(name, evaluate, what)
             except TasksDifferError:
                 return Unmeasured(math.nan)
-        steps_done, generation = self.state.position.step, membership.generation
+        generation = membership.generation
         assert generation is not None
+        steps_done = self.state.position.step
         prefix = "validation" if given_name is None else given_name
         named = {f"{prefix}_{key}": each for key, each in value.items()} if isinstance(value, dict) else {name: value}
         self.checkpointer.metrics.update(steps_done, named)
@@ -322,7 +331,9 @@ class Loop:
 
     def _end_last_step(self) -> int | None:
         """Ends a step that the training function left the loop in. Returns its index if it is to be repeated."""
-        membership, step, self._step = self.membership, self._step, None
+        membership = self.membership
+        step = self._step
+        self._step = None
         if step is None:
             return None
         is_current = step.generation is membership.generation  # otherwise an evaluation joined another one
@@ -357,7 +368,8 @@ class Loop:
 
     def _is_durable(self, generation: Generation) -> bool:
         """Returns whether the current state is committed, once the running save has ended. Collective."""
-        group, answer = generation.group, None
+        group = generation.group
+        answer = None
         if group.rank == 0:
             with generation.activity.within(STORING, self.checkpointer.worked_s):
                 answer = b"yes" if self.checkpointer.is_committed(self.state.position.step, group) else b""

@@ -11,10 +11,8 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
-import torch
-
 from elastic_ddp.errors import ConfigError
+from elastic_ddp.worker.logged_values import is_one_number
 
 GROWTH_INTERVAL = 2000
 MAX_SCALE, MIN_SCALE = 2.0**100, 2.0**-14
@@ -55,8 +53,7 @@ def unit_of(weight: float | None) -> float:
 
 def check_weight(caller: str, weight: Any) -> float:
     """Returns the weight of a loss as a number. Raises a ConfigError if it is none, or negative or not finite."""
-    is_number = isinstance(weight, torch.Tensor | float | int | np.number) and math.prod(np.shape(weight)) == 1
-    if not is_number or not 0.0 <= float(weight) < math.inf:
+    if not is_one_number(weight) or not 0.0 <= float(weight) < math.inf:
         raise ConfigError(
             f"{caller} got weight={weight!r}. Give one finite number that is not negative: what the loss is a mean "
             "over, for example the number of tokens."

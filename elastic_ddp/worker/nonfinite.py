@@ -1,4 +1,4 @@
-"""What a step does about NaN and infinity.
+"""The reaction of a step to NaN and infinity.
 
 All ranks decide alike without a collective of their own: the losses of all micro-batches travel in the control
 exchange, and the norm of the reduced gradients is equal on all ranks.
@@ -30,7 +30,7 @@ def reason_to_skip(
     find_rows: Callable[[int], str],
     policy: Policy,
     loss_scale: LossScale | None,
-    clips: bool = False,
+    clips: bool,
 ) -> str | None:
     """Returns why a step must not change the weights, or None.
 

@@ -106,8 +106,8 @@ class TraceRange:
         """Ends the range, and begins one with this name; none for None."""
         self._end_recorded()
         if self._nvtx is not None:
-            nvtx, self._nvtx = self._nvtx, None
-            torch.cuda.nvtx.range_end(nvtx)
+            torch.cuda.nvtx.range_end(self._nvtx)
+            self._nvtx = None
         if name is None:
             return
         if self._on_gpu:
@@ -123,7 +123,8 @@ class TraceRange:
 
     def _end_recorded(self) -> None:
         if self._recorded is not None:
-            recorded, self._recorded = self._recorded, None
+            recorded = self._recorded
+            self._recorded = None
             recorded.__exit__(None, None, None)
 
 
@@ -146,7 +147,8 @@ class Utilization:
         """
         value = None
         if self._reading is not None and self._reading.done():
-            value, self._reading = self._reading.result(), None
+            value = self._reading.result()
+            self._reading = None
         if self._reading is None and self._is_available:
             self._reading = self._reader.submit(self._read)
         return value
@@ -214,7 +216,8 @@ class PhaseClock:
     def enter(self, phase: str) -> str:
         """Enters a phase, and returns the one before. Called in the training thread, or in one of autograd for which it
         waits."""
-        before, self._phase = self._phase, cast(_Phase, phase)
+        before = self._phase
+        self._phase = cast(_Phase, phase)
         if phase != before and self._current is not None:
             self._current.append((self._phase, self._timer.mark()))
             self._phase_range.switch(phase)
@@ -224,7 +227,8 @@ class PhaseClock:
         """A step is done; `step` is the number of steps done."""
         if self._current is None:
             return
-        end, phases = self._timer.mark(), self._current
+        phases = self._current
+        end = self._timer.mark()
         self._current = [(self._phase, end)]
         if self._num_unmeasured:
             self._num_unmeasured -= 1
@@ -242,7 +246,8 @@ class PhaseClock:
         """Adds up the phases of steps whose end the device has reached."""
         while self._done and self._timer.is_past(self._done[0][2]):
             self._step, phases, end = self._done.popleft()
-            ends, before_s = [*(begin for _, begin in phases[1:]), end], self._seconds["data"]
+            before_s = self._seconds["data"]
+            ends = [*(begin for _, begin in phases[1:]), end]
             for (phase, begin), until in zip(phases, ends, strict=True):
                 self._seconds[phase] += self._timer.seconds(begin, until)
                 self._timer.release(begin)

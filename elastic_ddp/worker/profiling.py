@@ -69,7 +69,10 @@ class StepProfiler:
         device: torch.device,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._storage, self._client, self._device, self._clock = storage, client, device, clock
+        self._storage = storage
+        self._client = client
+        self._device = device
+        self._clock = clock
         self._profile: _Profile | None = None
         self._thread: BackgroundThread | None = None
 
@@ -143,7 +146,9 @@ class StepProfiler:
     # One profile.
 
     def _end(self, profile: _Profile, ended_early: str | None = None) -> None:
-        recording, request, first_step = profile.recording, profile.request, profile.first_step
+        recording = profile.recording
+        request = profile.request
+        first_step = profile.first_step
         assert recording is not None and first_step is not None
         self._profile = None
         with self._client.heartbeat.paused():  # torch holds Python's lock for about 3 µs for each operator
@@ -175,7 +180,8 @@ class StepProfiler:
 
     def _drop(self, reason: str) -> None:
         """Ends a profile without a trace, and answers with the reason."""
-        profile, self._profile = self._profile, None
+        profile = self._profile
+        self._profile = None
         if profile is not None:
             self._answer(profile.number, {"error": reason})
             self._cancel(profile)

@@ -59,7 +59,8 @@ class Run:
     def __init__(self, loop: Loop) -> None:
         self.config: RunConfig = loop.job.config
         self.device = loop.device
-        self._loop, self._state = loop, loop.state
+        self._loop = loop
+        self._state = loop.state
 
     def prepare(
         self,
@@ -196,7 +197,8 @@ class Run:
 
         source = Storage(environment().resolve(os.fspath(uri))).uri
         weights = PretrainedWeights(source, step, strict, key_mapping)
-        module, client = self._state.module, self._loop.client
+        module = self._state.module
+        client = self._loop.client
 
         def load(group: ProcessGroup, layout: Layout | None) -> list[str]:
             return weights.load(module, group, client.record, client.activity, layout)
@@ -286,8 +288,7 @@ class Run:
         from elastic_ddp.worker.evaluation import evaluate
 
         def measure(generation: Generation) -> Any:
-            job = self._loop.job
-            return evaluate(generation, job, loss_fn, data, transform, collate_fn, self.device, compute_metrics)
+            return evaluate(generation, self._loop.job, loss_fn, data, transform, collate_fn, compute_metrics)
 
         return self._loop.measure(name, measure)
 

@@ -49,9 +49,12 @@ class Step:
     """
 
     def __init__(self, plan: StepPlan, epoch: int) -> None:
-        self._plan, self.index, self.epoch = plan, plan.index, epoch
+        self.index = plan.index
+        self.epoch = epoch
         self.generation = plan.generation
-        self._state, self._activity = plan.generation.state, plan.generation.activity
+        self._plan = plan
+        self._state = plan.generation.state
+        self._activity = plan.generation.activity
         self._start = self._state.position
         self._update = Update(plan)  # the current one, or the last one
         self._num_updates = 0  # that `update` was called for
@@ -78,13 +81,15 @@ class Step:
         first_error = self._plan.first_error.take()
         if error is None or isinstance(error, Exception):
             error = first_error or error
-        was_changing, self._state.is_changing = self._state.is_changing, False
+        was_changing = self._state.is_changing
+        self._state.is_changing = False
         if error is not None and (self._num_updates or is_peer_failure(error)):
             self.outcome = self.outcome.failed(error)
         if error is not None and self.outcome.failure is not None:
             self._activity.failed_at(frames_of_error(error.__traceback__))
             if was_changing:
-                self._state.is_torn, self._state.position = True, self._start
+                self._state.is_torn = True
+                self._state.position = self._start
             if self._update.has_begun:
                 self.generation.buffers.revert()
             self._plan.put_back(with_buffers=True)
@@ -161,10 +166,10 @@ class Step:
         if not self._num_updates:
             yield from self.generation.feed.step(self.index)
             return
-        read, kept = not self._kept, self._kept
-        for batch in self.generation.feed.step(self.index) if read else list(kept):
-            if read:
-                kept.append(batch)
+        is_first = not self._kept
+        for batch in self.generation.feed.step(self.index) if is_first else list(self._kept):
+            if is_first:
+                self._kept.append(batch)
             yield replace(batch, rows=copy.deepcopy(batch.rows))
 
     def backward(self, loss: torch.Tensor, weight: float | torch.Tensor | None = None) -> None:
@@ -241,11 +246,14 @@ class Step:
                         step.backward(generator_loss(gan, batch))
             ```
         """
-        state, number = self._state, self._num_updates
         self._check_update(by)
+        state = self._state
+        number = self._num_updates
         update = Update(self._plan, number=number, name=name or name_of(by, state.optimizers), by=by)
         self._metrics |= self._update.metrics
-        self._update, self._num_updates, self._is_in_update = update, number + 1, True
+        self._update = update
+        self._num_updates += 1
+        self._is_in_update = True
         try:
             with self._plan.first_error.capture():
                 if number < len(state.updates):
@@ -275,7 +283,8 @@ class Step:
 
     def _check_update(self, by: object) -> None:
         """Raises a ConfigError if `update` cannot be called now, or not with this."""
-        optimizers, what = self._state.optimizers, f"step.update of step {self.index}"
+        optimizers = self._state.optimizers
+        what = f"step.update of step {self.index}"
         if not self._is_in_block:
             raise ConfigError(f"step {self.index} was used outside its block. Write `with step:` around it.")
         if self._is_in_update:

@@ -77,7 +77,8 @@ class FirstError:
 
     def take(self) -> Exception | None:
         """Returns the error and forgets it: its traceback would keep the process group alive."""
-        error, self._error = self._error, None
+        error = self._error
+        self._error = None
         return error
 
     def raise_again(self, where: object) -> None:

@@ -52,11 +52,13 @@ class Update:
         name: str = "",
         by: ChangedBy = None,
     ) -> None:
-        self._plan, self._by = plan, by
-        self.number, self.name = number, name
-        generation = plan.generation
-        self.strategy = generation.strategy_of(by)
-        self._state, self._activity = generation.state, generation.activity
+        self.number = number
+        self.name = name
+        self.strategy = plan.generation.strategy_of(by)
+        self._plan = plan
+        self._by = by
+        self._state = plan.generation.state
+        self._activity = plan.generation.activity
         self._control = ControlExchange(plan.rows)
         self._records: dict[int, MicroBatchRecord] = {}
         self._logged = LoggedValues()
@@ -70,7 +72,8 @@ class Update:
         self._checked: int | None = None  # the micro-batch of another rank that this one computes now
         self.outcome = Outcome()
         self._next_scale: LossScale | None = None  # of the next such update
-        self.is_repeated = self.has_begun = False
+        self.is_repeated = False
+        self.has_begun = False
         self._metrics: dict[str, float] = {}  # of a repeated update
 
     def __repr__(self) -> str:
@@ -110,12 +113,14 @@ class Update:
             raise ConfigError(
                 f"{self!r} was {record['name']!r} before the step was repeated. Call the same updates each time."
             )
-        self.is_repeated, self._metrics = True, record["metrics"]
+        self.is_repeated = True
+        self._metrics = record["metrics"]
         self.outcome = Outcome(**{name: record[name] for name in ("loss", "skip_reason", "gathered")})
 
     def begin(self) -> None:
         """Begins the update. Every rank calls it, unless the generation is closed."""
-        generation, strategy = self._plan.generation, self.strategy
+        generation = self._plan.generation
+        strategy = self.strategy
         strategy.begin_step(self._control.rows)
         strategy.clear_gradients()
         generation.buffers.begin(strategy.modules)
@@ -172,7 +177,8 @@ class Update:
             self._activity.enter("data")
         strategy.check_gradients()
         self._activity.enter("between steps")  # the user's code up to `optimize`
-        self.current, self._is_dummy = None, False
+        self.current = None
+        self._is_dummy = False
 
     def _micro_batches_of_others(self, verification: Verification) -> Iterator[Any]:
         """Yields what a verified step computes again. It takes part in nothing else."""
@@ -185,8 +191,10 @@ class Update:
     def _micro_batch(self, batch: MicroBatch, rows: Any, *, is_dummy: bool = False) -> Iterator[Any]:
         """Yields the rows of a micro-batch and checks that `backward` was called for them."""
         strategy = self.strategy
-        self.current, self._is_dummy = batch.index, is_dummy
-        self._record = record = MicroBatchRecord(batch.row_ids, _NO_LOSS)
+        record = MicroBatchRecord(batch.row_ids, _NO_LOSS)
+        self.current = batch.index
+        self._record = record
+        self._is_dummy = is_dummy
         if not is_dummy:
             self._records[batch.index] = record
         self._activity.enter("forward")
@@ -238,14 +246,17 @@ class Update:
         if self._checked is not None and self._verification is not None:
             return self._compute_again(loss, self._verification, weight)
         self._num_left -= 1
-        generation, strategy, is_last = self._plan.generation, self.strategy, not self._num_left
+        generation = self._plan.generation
+        strategy = self.strategy
+        is_last = self._num_left == 0
         largest = 1.0 if weight is None else max(weight, *(each.weight or 0.0 for each in self._records.values()))
         # Before the section, which begins later on other ranks.
         unit = self._unit_of_weights(weight, largest, is_last=is_last)
         self._activity.enter("reduction" if is_last else "backward")
         if is_last:
             self._activity.begin(f"the reduction of {self!r}")
-        value, counts = to_host(loss.detach()), record.num_rows and not self._is_dummy
+        value = to_host(loss.detach())
+        counts = record.num_rows and not self._is_dummy
         scale = self._scale
         divided = None if weight is None else weight / unit
         if self._is_dummy:
@@ -253,7 +264,8 @@ class Update:
         else:
             strategy.backward(loss if scale == 1.0 else loss * scale, micro_batch, divided)
         generation.buffers.end_micro_batch(micro_batch, strategy.weight(micro_batch) if counts else None)
-        record.loss, record.weight = value, weight
+        record.loss = value
+        record.weight = weight
         if is_last:
             gathered = self._gather.signature(strategy.to_compute)
             votes = {"buffers_changed": generation.buffers.changed, "gathered": gathered, "update": self._vote}
@@ -263,7 +275,8 @@ class Update:
             if weight is not None:
                 self._activity.enter("collective")
             total_weight = None if weight is None else self._control.wait().total_weight
-            if (divisor := scale * ((total_weight or unit) / unit)) != 1.0:
+            divisor = scale * ((total_weight or unit) / unit)
+            if divisor != 1.0:
                 strategy.divide_gradients(divisor)
 
     @property
@@ -304,10 +317,14 @@ class Update:
             self.outcome = self._optimize(end_of)
 
     def _optimize(self, end_of: str) -> Outcome:
-        generation, state, strategy = self._plan.generation, self._state, self.strategy
+        generation = self._plan.generation
+        state = self._state
+        strategy = self.strategy
         done = {m for m, record in self._records.items() if record.loss is not _NO_LOSS}
         missing = [m for m in strategy.to_compute if m not in done]
-        if missing := missing or strategy.to_compute[-1:] * self._num_left:  # a copy of the last one is missing
+        if not missing and self._num_left:
+            missing = strategy.to_compute[-1:]  # a copy of it is missing
+        if missing:
             raise ConfigError(
                 f"{end_of} of {self!r} was called before micro-batches {missing} were computed. Loop over all of "
                 "step.micro_batches() first."
@@ -325,8 +342,8 @@ class Update:
             raise ConfigError(
                 f"{self!r} is another update on another rank. Call the same updates in the same order on every rank."
             )
-        rows, signatures = self._control.rows, agreed.votes["gathered"]
-        gathered = self._gather.exchange(signatures, rows, strategy.ranges, generation.group)
+        rows = self._control.rows
+        gathered = self._gather.exchange(agreed.votes["gathered"], rows, strategy.ranges, generation.group)
         if agreed.votes["buffers_changed"]:
             generation.buffers.combine(strategy.ranges, strategy.num_leaves, strategy.divisor, generation.group)
         norm_name = f"{self.name}_grad_norm" if self.is_part else "grad_norm"
@@ -382,7 +399,9 @@ class Update:
 
     def _apply(self, agreed: Agreement, norm: float | None, *, is_skipped: bool) -> None:
         """Changes the state, each rank by itself."""
-        generation, state, strategy = self._plan.generation, self._state, self.strategy
+        generation = self._plan.generation
+        state = self._state
+        strategy = self.strategy
         loss_scale = state.loss_scale_of(self._by)
         state.is_changing = not self.is_temporary
         if is_skipped:
@@ -397,7 +416,8 @@ class Update:
         strategy.clear_gradients()
         if loss_scale is not None:
             self.log({f"{self.name}_loss_scale" if self.is_part else "loss_scale": loss_scale.scale})
-            overflow, unit = not math.isfinite(norm or 0.0), generation.weight_unit
+            overflow = not math.isfinite(norm or 0.0)
+            unit = generation.weight_unit
             if unit == 0 and agreed.total_weight:
                 unit = generation.weight_unit = unit_of(agreed.total_weight / strategy.num_leaves)
             self._next_scale = replace(loss_scale, weight_unit=1.0 if unit is None else unit).after(overflow=overflow)

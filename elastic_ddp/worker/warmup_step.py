@@ -34,8 +34,13 @@ class WarmupStep(Step):
     def __init__(
         self, state: TrainState, batch: MicroBatch, *, planned: PlannedAssignment, epoch: int, seed: int
     ) -> None:
-        self._state, self._batch, self._seed, self._buffers = state, batch, seed, StepBuffers(state.module)
-        self.planned, self.index, self.epoch = planned, planned.step, epoch
+        self.planned = planned
+        self.index = planned.step
+        self.epoch = epoch
+        self._state = state
+        self._batch = batch
+        self._seed = seed
+        self._buffers = StepBuffers(state.module)
         self.outcome = Outcome()
         self._is_in_update = False
 

@@ -68,13 +68,15 @@ class ConsecutiveFailures:
     """
 
     def __init__(self) -> None:
-        self._count, self._place = 0, -1.0
+        self._count = 0
+        self._place = -1.0
 
     def record(self, place: float, what: str, failure: str) -> None:
         """Counts a failure in `what`. Raises a WorkersFailedError at the limit."""
         if math.ceil(place) < math.ceil(self._place):  # the run went back to a commit, and fails somewhere else
             self.reset()
-        self._count, self._place = self._count + 1, max(self._place, place)
+        self._count += 1
+        self._place = max(self._place, place)
         if self._count >= MAX_FAILURES_IN_A_ROW:
             raise WorkersFailedError(
                 f"{what} failed {MAX_FAILURES_IN_A_ROW} times in a row on the same workers, and none of them died. The "
@@ -87,7 +89,8 @@ class ConsecutiveFailures:
             self.reset()
 
     def reset(self) -> None:
-        self._count, self._place = 0, -1.0
+        self._count = 0
+        self._place = -1.0
 
 
 class WorkerMembership:
@@ -109,10 +112,15 @@ class WorkerMembership:
         self.clock = WorkerClock(client.activity, device)
         self.activity = client.activity
         self.holds_state = False
-        self.tasks, self.failures = CollectiveTasks(), ConsecutiveFailures()
+        self.tasks = CollectiveTasks()
+        self.failures = ConsecutiveFailures()
         self.agreed_events = AgreedEvents(client.record)
-        self._job, self._client, self._state, self._checkpointer = job, client, state, checkpointer
-        self._store, self._feeds = StoreConnection(), feeds_of(job, device)
+        self._job = job
+        self._client = client
+        self._state = state
+        self._checkpointer = checkpointer
+        self._store = StoreConnection()
+        self._feeds = feeds_of(job, device)
         self._inputs = GenerationInputs(
             job=job,
             state=state,
@@ -134,9 +142,13 @@ class WorkerMembership:
         self._num_broken = 0  # generations of the same members in a row that failed to form
 
     def restart(self, state: TrainState) -> None:
-        self._state, self._inputs = state, replace(self._inputs, state=state)
-        self.tasks, self.holds_state, self._preparing_since = CollectiveTasks(), False, None
-        self._has_restarted, self._has_warmed_up = True, False
+        self.holds_state = False
+        self.tasks = CollectiveTasks()
+        self._state = state
+        self._inputs = replace(self._inputs, state=state)
+        self._preparing_since = None
+        self._has_restarted = True
+        self._has_warmed_up = False
 
     # Joining.
 
@@ -197,17 +209,21 @@ class WorkerMembership:
             return
         self._feeds.shut_down()  # it would have to skip all rows until then, and its tasks may hold CPUs
         standby.wait_for_place()
-        if (planned := self._client.plan_join()) is not None:
+        planned = self._client.plan_join()
+        if planned is not None:
             self._read_ahead(planned)
             self._feeds.wait()
 
     def _request_assignment(self, task: str | None) -> Assignment:
-        kept, self._kept_assignment = self._kept_assignment, None
+        kept = self._kept_assignment
         if kept is not None:
+            self._kept_assignment = None
             return kept
         self.activity.enter("rendezvous")
-        failure, self._failure = self._failure, None
-        shards, held = self._state.shards, self._state.held
+        failure = self._failure
+        self._failure = None
+        shards = self._state.shards
+        held = self._state.held
         step = self._state.position.step if held is None else held.step
         holds_state = self.holds_state if shards is None else bool(shards.held)
         request = JoinRequest(
@@ -237,16 +253,17 @@ class WorkerMembership:
         self._client.on_failure(generation.abort)
         self.clock.ready(assignment.generation, self._state.position.step, generation.group.num_collectives)
         self._checkpointer.schedule.generation_formed(assignment.num_nodes)
-        was_rank_0, self._was_rank_0 = self._was_rank_0, assignment.rank == 0
+        was_rank_0 = self._was_rank_0
+        self._was_rank_0 = assignment.rank == 0
         self.holds_state = True
         self._num_on_node = -(-assignment.world_size // assignment.num_nodes)
         if assignment.rank == 0:
-            number, world_size, step = assignment.generation, assignment.world_size, self._state.position.step
+            step = self._state.position.step
             reason = RESUMED if assignment.reason == STARTED and step else assignment.reason
             if not was_rank_0:
                 self.agreed_events.report_again()
-            started = GenerationStarted(generation=number, world_size=world_size, first_step=step, reason=reason)
-            self._client.record(started)
+            number, size = assignment.generation, assignment.world_size
+            self._client.record(GenerationStarted(generation=number, world_size=size, first_step=step, reason=reason))
             if not was_rank_0 and assignment.source is not None:
                 self._checkpointer.refresh_newest(step)
         return generation
@@ -346,7 +363,8 @@ class WorkerMembership:
         """Starts to save the state. Every rank calls it; it returns when this rank's share is copied."""
         assert self.generation is not None
         with self.clock.commit(self._checkpointer.worked_s):
-            events, account = self.agreed_events.newest, self.clock.account.seconds()
+            account = self.clock.account.seconds()
+            events = self.agreed_events.newest
             self._checkpointer.save(self._state, self.generation.group, account=account, events=events)
 
     def commit(self, *, may_fail: bool = False) -> None:
@@ -376,18 +394,22 @@ class WorkerMembership:
             except Exception as error:
                 if not is_peer_failure(error):
                     raise
-                self._failure, intact, reason = format_exception(error), False, PEER_FAILED
+                self._failure = format_exception(error)
+                intact = False
+                reason = PEER_FAILED
                 self.clock.account.record_detection()
         self.clock.leave()
-        generation, self.generation = self.generation, None
+        generation = self.generation
+        self.generation = None
         if generation is not None:
             if reason == PEER_FAILED:
                 self._keep_shards(generation)
             self._checkpointer.generation_ended(intact=intact)
             self._client.on_failure(None)
             if generation.group.rank == 0:
-                number, step, account = generation.number, self._state.position.step, self.clock.account.seconds()
-                self._client.record(GenerationEnded(generation=number, last_step=step, reason=reason, account=account))
+                step, account = self._state.position.step, self.clock.account.seconds()
+                ended = GenerationEnded(generation=generation.number, last_step=step, reason=reason, account=account)
+                self._client.record(ended)
             generation.close(intact=intact)
 
     def _keep_shards(self, generation: Generation) -> None:

@@ -47,7 +47,7 @@ def on_a_rank(group: ProcessGroup, config: RunConfig, calls: list[tuple[Callable
             step.optimize()
             job: Any = type("Job", (), {"config": config, "debugged": None})
             return [
-                evaluation.evaluate(step.generation, job, loss_fn, "held-out", None, None, torch.device("cpu"), compute)
+                evaluation.evaluate(step.generation, job, loss_fn, "held-out", None, None, compute)
                 for loss_fn, compute in calls
             ]
 

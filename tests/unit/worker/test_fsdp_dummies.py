@@ -18,7 +18,7 @@ from elastic_ddp.worker.generation import Generation, strategy_of
 from elastic_ddp.worker.step import Step
 from elastic_ddp.worker.step_plan import StepPlan
 from tests.ranks import run_ranks
-from tests.unit.distributed.test_fsdp import CPU, SIZE, M, config_of, data, prepared
+from tests.unit.distributed.test_fsdp import SIZE, M, config_of, data, prepared
 from tests.unit.rank_steps import open_generation
 from tests.unit.single_worker import FakeFeed, FakeIndex
 
@@ -72,7 +72,7 @@ def _evaluated(generation: Generation, loss_fn: Any) -> float:
         mock.patch("elastic_ddp.worker.evaluation.DatasetIndex", index),
         mock.patch("elastic_ddp.worker.evaluation.open_index", lambda *of, **options: index),
     ):
-        return evaluate(generation, job, loss_fn, "data", None, None, CPU)
+        return evaluate(generation, job, loss_fn, "data", None, None, None)
 
 
 def test_a_loop_may_change_its_batches() -> None:
