@@ -8,9 +8,7 @@ from __future__ import annotations
 import faulthandler
 import json
 import os
-import shutil
 import signal
-import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -45,7 +43,6 @@ ENDS_WITHIN_S = 10.0
 """How long a killed process may take to end: its driver may be busy."""
 STACKS_WITHIN_S = 1.0
 """How long workers have to write their stacks, after a test has reached its time limit."""
-DEBUGGER_WITHIN_S = 15.0
 LOG_BYTES = 12_000
 """How much of a worker's output a failed test shows."""
 Train = Callable[[Run], None]
@@ -210,17 +207,6 @@ class Workers:
         started = self.rendezvous.events("generation_started")
         return [event for event in started if isinstance(event, events.GenerationStarted)]
 
-    def stalls(self) -> list[float]:
-        """Returns, for each failure, the seconds from its detection to the first step of the next generation."""
-        firsts = {event.generation: event.at for event in self.rendezvous.events("first_step")}
-        formed = {event.generation: event for event in self.started()}
-        lost = {event.generation: event.time or event.at for event in self.rendezvous.events("worker_failed")}
-        return [
-            round(first - lost[number - 1], 2)
-            for number, first in firsts.items()
-            if first is not None and number in formed and lost.get(number - 1)
-        ]
-
     def describe(self) -> str:
         """Returns the events so far and, for each worker, its place and the end of its output with its stacks."""
         for worker in self.alive():
@@ -234,8 +220,6 @@ class Workers:
             output = worker.log.read_text(errors="replace")[-LOG_BYTES:] if worker.log.exists() else ""
             state = "alive" if worker.process.is_alive() else f"exit code {worker.process.exitcode}"
             lines.append(f"--- {worker.id}: {state}, {places.get(worker.id)}\n{output}")
-        if living := self.alive():
-            lines.append(f"--- native stacks of {living[0].id}\n{_native_stacks(living[0].process.pid or 0)}")
         return "\n".join(lines)
 
     def close(self) -> None:
@@ -278,19 +262,6 @@ def running(
             yield workers
         finally:
             workers.close()
-
-
-def _native_stacks(pid: int) -> str:
-    """Returns the native stacks of a process, if CUDA's debugger is here: Python's do not show where NCCL waits."""
-    command = ["cuda-gdb", "-p", str(pid), "-batch", "-nx", "-ex", "thread apply all bt 15"]
-    environment = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
-    if shutil.which(command[0]) is None:
-        return "there is no cuda-gdb"
-    try:
-        options: Any = {"capture_output": True, "text": True, "timeout": DEBUGGER_WITHIN_S, "env": environment}
-        return str(subprocess.run(command, **options, check=False).stdout[-LOG_BYTES:])
-    except subprocess.TimeoutExpired as error:
-        return f"{error}\n{error.stdout!r}"
 
 
 def _work(address: str, number: int, place: tuple[int, int, str], log: Path, tested: TestedJob) -> None:

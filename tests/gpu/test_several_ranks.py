@@ -209,7 +209,7 @@ def fit(tmp_path: Path) -> Fit:
         with running(tmp_path / "run", body, DEVICE, count, environment=environment or {}, **settings) as workers:
             outcome = workers.finish(WITHIN_S, meanwhile)
         took = time.monotonic() - begun
-        print(f"\n  {workers.world_sizes()} workers, {took:.1f} s, stalls {workers.stalls()} s", flush=True)
+        print(f"\n  {workers.world_sizes()} workers, {took:.1f} s", flush=True)
         return workers, outcome
 
     return run

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from elastic_ddp.config.run_config import RunConfig
+from elastic_ddp.data.order import EpochShape, FeedPlan
 from elastic_ddp.distributed.process_group import ProcessGroup
 from elastic_ddp.errors import ConfigError
 from elastic_ddp.worker import evaluation
@@ -20,25 +21,26 @@ from elastic_ddp.worker.step import Step
 from tests.loops import checkpointer_of
 from tests.ranks import run_ranks
 from tests.unit.rank_steps import config_of, run_steps
-from tests.unit.single_worker import (
-    FakeFeed,
-    FakeIndex,
-    Model,
-    NewRun,
-    client_of,
-    evaluate_with,
-    take_steps,
-)
+from tests.unit.single_worker import FakeFeed, FakeIndex, Model, NewRun, client_of, evaluate_with, fake_feed, take_steps
 
+CONFIG = config_of(steps=1, data={"num_cpus_per_task": 1.0})
 NUM_ROWS = 26
 """The last step has micro-batches of two rows, and of none."""
+
+
+class EvaluationFeed(FakeFeed):
+    """A feed that reserves no CPUs: the data tasks of the training, which wait meanwhile, may have reserved all."""
+
+    def __init__(self, index: FakeIndex, plan: FeedPlan, **options: Any) -> None:
+        assert plan.options.num_cpus_per_task == 0.0
+        super().__init__(index, plan, **options)
 
 
 def on_a_rank(group: ProcessGroup, config: RunConfig, calls: list[tuple[Callable[..., Any], Any]]) -> list[Any]:
     """Returns the results of evaluations with each loss function and `compute_metrics`, in a step."""
     torch.manual_seed(7)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(evaluation, "MicroBatchFeed", FakeFeed)
+        patch.setattr(evaluation, "MicroBatchFeed", EvaluationFeed)
         patch.setattr(evaluation, "_share_index", lambda generation, job, data, is_converted: FakeIndex(NUM_ROWS))
 
         def body(step: Step, model: Any) -> list[Any]:
@@ -55,28 +57,12 @@ def on_a_rank(group: ProcessGroup, config: RunConfig, calls: list[tuple[Callable
         return results
 
 
-def rows() -> torch.Tensor:
-    """The held-out rows, in order of micro-batches."""
-    feed = FakeFeed(
-        FakeIndex(NUM_ROWS),
-        evaluation.FeedPlan(
-            rows_per_group=np.zeros(0, np.int64),
-            shape=evaluation.EpochShape(NUM_ROWS, 6, 2),
-            seed=0,
-            options=config_of().data,
-            micro_batches=tuple(range(6)),
-            first_step=0,
-            last_step=3,
-        ),
-    )
-    return torch.cat([batch.rows["x"] for step in range(3) for batch in feed.step(step) if batch.num_rows])
-
-
-def row_ids() -> torch.Tensor:
-    """The stored positions of `rows()`."""
-    shape = evaluation.EpochShape(NUM_ROWS, 6, 2)
-    spans = [(shape.span(step, m), m) for step in range(3) for m in range(6)]
-    return torch.tensor([row * 6 + m for (start, stop), m in spans for row in range(start, stop)])
+def held_out() -> tuple[torch.Tensor, torch.Tensor]:
+    """The held-out rows in order of micro-batches, and in stored order."""
+    feed = fake_feed(EpochShape(NUM_ROWS, 6, 2), range(6))
+    batches = [batch for step in range(3) for batch in feed.step(step)]
+    x = torch.cat([batch.rows["x"] for batch in batches if batch.num_rows])
+    return x, x[np.concatenate([batch.row_ids for batch in batches]).argsort()]
 
 
 def mean_loss(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -121,35 +107,15 @@ CALLS: list[tuple[Callable[..., Any], Any]] = [
 ]
 
 
-def reserved_cpus(group: ProcessGroup) -> list[float]:
-    """Returns the CPUs that each task of an evaluation reserves."""
-    reserved: list[float] = []
-
-    class Feed(FakeFeed):
-        def __init__(self, index: FakeIndex, plan: Any, **options: Any) -> None:
-            reserved.append(plan.options.num_cpus_per_task)
-            super().__init__(index, plan, **options)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("tests.unit.worker.test_evaluation.FakeFeed", Feed)
-        on_a_rank(group, config_of(steps=1, data={"num_cpus_per_task": 1.0}), [(mean_loss, None)])
-    return reserved
-
-
-def test_an_evaluation_needs_no_cpus_that_the_data_tasks_of_the_training_reserve() -> None:
-    assert run_ranks(1, reserved_cpus) == [[0.0]]
-
-
 def test_evaluations_are_the_same_at_every_world_size_and_count_each_row_once() -> None:
-    [(mean, positive, means, of_all, last_row)] = run_ranks(1, on_a_rank, config_of(steps=1), CALLS)
-    x = rows()
-    stored = torch.cat([x[ids == row] for ids in [row_ids()] for row in range(NUM_ROWS)])
+    [(mean, positive, means, of_all, last_row)] = run_ranks(1, on_a_rank, CONFIG, CALLS)
+    x, stored = held_out()
     assert (mean, positive) == pytest.approx((x.mean().item(), x[x > 0].mean().item()), rel=1e-6)
     assert means == {"mean": mean, "positive": positive}
     assert of_all == order_and_median({"x": stored, "sum": stored.sum(1)})
     assert last_row == stored[-1, 0]
     for world_size in (2, 3):
-        found = run_ranks(world_size, on_a_rank, config_of(steps=1), CALLS)
+        found = run_ranks(world_size, on_a_rank, CONFIG, CALLS)
         assert found == [[mean, positive, means, of_all, last_row]] * world_size
 
 
@@ -188,7 +154,7 @@ def refused(group: ProcessGroup, config: RunConfig) -> list[str]:
 
 
 def test_other_results_of_an_evaluation_are_refused_with_what_to_return() -> None:
-    [messages] = run_ranks(1, refused, config_of(steps=1))
+    [messages] = run_ranks(1, refused, CONFIG)
     for message, (_, _, expected) in zip(messages, REFUSED, strict=True):
         assert expected in message
 

@@ -6,26 +6,21 @@ import gzip
 import json
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 
-from elastic_ddp.config.run_config import RunConfig
 from elastic_ddp.distributed.process_group import ProcessGroup
 from elastic_ddp.rendezvous.messages import MemberRequest, ProfileRequest
-from elastic_ddp.storage.storage import Storage
 from elastic_ddp.telemetry.description import describe_event
 from elastic_ddp.telemetry.event import parse
 from elastic_ddp.worker import profiling, trace_recording
-from elastic_ddp.worker.job import Job
-from elastic_ddp.worker.loop import Loop
 from elastic_ddp.worker.run import Run
 from elastic_ddp.worker.step import Step
 from tests.loops import close_profiler, job_of, leave
 from tests.ranks import run_ranks
-from tests.unit.single_worker import CPU, FakeFeed, FakeIndex, NewRun, PeerFailures, client_of, train
-from tests.unit.worker.test_torn_steps import ClientOfTwo
+from tests.unit.single_worker import NewRun, PeerFailures, client_of, train
+from tests.unit.worker.test_torn_steps import run_of_two
 
 FOLDER = "profiles/20261127T101500Z"
 
@@ -91,16 +86,8 @@ def test_ranks_start_only_once_all_of_them_can(new_run: NewRun, monkeypatch: pyt
 
 def train_on_two(group: ProcessGroup, folder: Path, received_in: tuple[int, int] | None) -> dict[str, Any]:
     """Trains on two ranks, which receive a request in different steps. Returns the outcome and the answer."""
-    group.barrier()
-    group.close(intact=True)
-    client: Any = ClientOfTwo(group, [None])
-    settings: dict[str, Any] = {"name": "test", "steps": 8, "global_batch_size": 8, "micro_batch_size": 2}
-    config = RunConfig(**settings, storage=str(folder), max_workers=2)
-    index: Any = FakeIndex(80)
-    job = Job(config=config, train=train, index=index, transform=None, storage=Storage(folder))
     torch.manual_seed(0)
-    with mock.patch("elastic_ddp.worker.generation.MicroBatchFeed", FakeFeed):
-        run = Run(Loop(job, client, CPU))
+    with run_of_two(group, folder, 8) as run:
 
         def in_step(step: Step) -> None:
             if received_in is not None and step.index == received_in[group.rank]:
@@ -109,7 +96,7 @@ def train_on_two(group: ProcessGroup, folder: Path, received_in: tuple[int, int]
         outcome = train(run, in_step)
     close_profiler(run)
     leave(run)
-    return {"weights": outcome["weights_sha256"], "answers": client.answers}
+    return {"weights": outcome["weights_sha256"], "answers": client_of(run).answers}
 
 
 def test_all_ranks_record_the_same_steps_whenever_they_receive_the_request(tmp_path: Path) -> None:

@@ -197,29 +197,23 @@ def test_a_loop_that_ends_with_a_torn_step_restarts(new_run: NewRun) -> None:
         train(new_run(), in_block=break_down, last=0)
 
 
-def test_a_loop_that_ends_with_a_failed_step_repeats_the_step(new_run: NewRun) -> None:
-    run, fail = new_run(), PeerFailures(3)
-    client = client_of(run)
-    outcome = train_until(run, 3, fail)
-    assert outcome == train_until(new_run(folder="undisturbed"), 3, lambda _: None) and outcome["steps"] == 4
-    assert fail.raised == [3] and client.steps_of("resumed") == [3], "from a commit of its own state"
-
-
-@pytest.mark.parametrize("when", ["before the block", "after the block"])
-def test_a_loop_that_ends_with_a_failed_step_repeats_it_also_after_an_evaluation(
-    new_run: NewRun, monkeypatch: pytest.MonkeyPatch, when: str
+@pytest.mark.parametrize("evaluates", ["never", "before the block", "after the block"])
+def test_a_loop_that_ends_with_a_failed_step_repeats_it(
+    new_run: NewRun, monkeypatch: pytest.MonkeyPatch, evaluates: str
 ) -> None:
     run, fail = new_run(), PeerFailures(3)
 
     def measure(_: Generation) -> float:
-        if when == "before the block":
+        if evaluates == "before the block":
             fail(run.position.step)
         return 0.1
 
     evaluate_with(monkeypatch, measure)
-    fail_in_step = fail if when == "after the block" else lambda _: None
-    outcome = train_until(run, 3, fail_in_step, evaluates=when)
+    fail_in_step = fail if evaluates != "before the block" else lambda _: None
+    outcome = train_until(run, 3, fail_in_step, evaluates=evaluates)
     assert fail.raised == [3] and outcome == train_until(new_run(folder="undisturbed"), 3, lambda _: None)
+    if evaluates == "never":
+        assert client_of(run).steps_of("resumed") == [3], "from a commit of its own state"
 
 
 @pytest.mark.parametrize("is_newcomer", [True, False])
@@ -235,19 +229,6 @@ def test_a_loop_that_ends_with_the_step_that_others_are_in_restarts(new_run: New
             fail(index)
 
     assert train_until(run, 3, fail_and_plan) == train_until(new_run(folder="undisturbed"), 3, lambda _: None)
-
-
-def test_a_last_step_in_which_different_workers_die_does_not_end_the_run(
-    new_run: NewRun, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    join, fail = FakeClient.join, PeerFailures(3, times=5)
-
-    def join_others(client: FakeClient, request: JoinRequest, **facts: Any) -> Assignment:
-        assignment = join(client, request, **facts)
-        return replace(assignment, same_members=bool(client.failures[:-1]) and facts["failure"] is None)
-
-    monkeypatch.setattr(FakeClient, "join", join_others)
-    assert train_until(new_run(), 3, fail)["steps"] == 4 and len(fail.raised) == 5
 
 
 def test_a_last_step_that_fails_three_times_on_the_same_workers_ends_the_run(new_run: NewRun) -> None:

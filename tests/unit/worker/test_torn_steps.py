@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -20,7 +22,16 @@ from elastic_ddp.worker.job import Job
 from elastic_ddp.worker.loop import Loop
 from elastic_ddp.worker.run import Run
 from tests.ranks import run_ranks
-from tests.unit.single_worker import CPU, PEER_FAILURE, FakeClient, FakeFeed, FakeIndex, Place, train_and_count
+from tests.unit.single_worker import (
+    CPU,
+    PEER_FAILURE,
+    FakeClient,
+    FakeFeed,
+    FakeIndex,
+    Place,
+    client_of,
+    train_and_count,
+)
 
 Where = Place | Literal["both"]
 """The collective in which a peer fails: the optimizer's, one after it, or the optimizer's on both ranks."""
@@ -31,9 +42,10 @@ STEPS = 6
 class ClientOfTwo(FakeClient):
     """The client of one of two workers. `others` has the steps with which the other one joins."""
 
-    def __init__(self, group: ProcessGroup, others: list[int | None]) -> None:
+    def __init__(self, group: ProcessGroup, others: Sequence[int | None]) -> None:
         super().__init__(group.assignment.store_port)
-        self._own, self._others = group.assignment, others
+        self._own = group.assignment
+        self._others = others
 
     def join(self, request: JoinRequest, **facts: Any) -> Assignment:
         assignment = super().join(request, **facts)
@@ -52,24 +64,23 @@ class ClientOfTwo(FakeClient):
         )
 
 
-def train(group: ProcessGroup, folder: Path, where: Where | None, failing: int) -> dict[str, Any]:
-    """Trains with collectives in the optimizer and after it. One of them fails once, on rank `failing`."""
-    with mock.patch("elastic_ddp.worker.generation.MicroBatchFeed", FakeFeed):
-        return _train(group, folder, where, failing)
-
-
-def _train(group: ProcessGroup, folder: Path, where: Where | None, failing: int) -> dict[str, Any]:
+@contextmanager
+def run_of_two(group: ProcessGroup, folder: Path, steps: int, others: Sequence[int | None] = (None,)) -> Iterator[Run]:
+    """A run on one of two ranks, which forms process groups of its own. `others` as in `ClientOfTwo`."""
     group.barrier()
     group.close(intact=True)
-    others = [None, FAILS_IN + 1] if group.rank == failing and where != "both" else [None, None]
-    index: Any = FakeIndex(80)
     client: Any = ClientOfTwo(group, others)
-    config = RunConfig(
-        name="test", storage=str(folder), steps=STEPS, global_batch_size=8, micro_batch_size=2, max_workers=2
-    )
-    job = Job(
-        config=config, train=lambda run: None, index=index, transform=None, storage=Storage(folder).at(str(where))
-    )
+    index: Any = FakeIndex(80)
+    settings: dict[str, Any] = {"global_batch_size": 8, "micro_batch_size": 2, "max_workers": 2}
+    config = RunConfig(name="test", storage=str(folder), steps=steps, **settings)
+    job = Job(config=config, train=lambda run: None, index=index, transform=None, storage=Storage(folder))
+    with mock.patch("elastic_ddp.worker.generation.MicroBatchFeed", FakeFeed):
+        yield Run(Loop(job, client, CPU))
+
+
+def train(group: ProcessGroup, folder: Path, where: Where | None, failing: int) -> dict[str, Any]:
+    """Trains with collectives in the optimizer and after it. One of them fails once, on rank `failing`."""
+    others = [None, FAILS_IN + 1] if group.rank == failing and where != "both" else [None, None]
     failed: list[int] = []
 
     def communicate(place: Place, step: int) -> None:
@@ -81,8 +92,9 @@ def _train(group: ProcessGroup, folder: Path, where: Where | None, failing: int)
             failed.append(step)
             raise dist.DistNetworkError(PEER_FAILURE)
 
-    outcome, counted = train_and_count(Run(Loop(job, client, CPU)), communicate, seed=group.rank)
-    return {**outcome, "counted": counted, "joins": client.joins, "failed": failed}
+    with run_of_two(group, folder, STEPS, others) as run:
+        outcome, counted = train_and_count(run, communicate, seed=group.rank)
+    return {**outcome, "counted": counted, "joins": client_of(run).joins, "failed": failed}
 
 
 @pytest.fixture(scope="module")

@@ -169,23 +169,6 @@ def test_a_resumed_fp16_run_keeps_the_unit_of_its_weights(new_run: NewRun) -> No
     assert train(4, "resumed") == train(4, "straight")
 
 
-def test_without_weights_a_step_is_the_mean_over_rows(new_run: NewRun) -> None:
-    def losses(weighted: bool) -> list[float]:
-        run = new_run(num_rows=26, folder=str(weighted), global_batch_size=16, micro_batch_size=4)
-        model = prepared(run)
-        found = []
-        for step in run.steps():
-            with step:
-                for batch in step.micro_batches():
-                    weight = {"weight": len(batch["x"])} if weighted else {}
-                    step.backward(model(batch["x"]).square().mean(), **weight)
-                step.optimize()
-            found.append(step.loss)
-        return found
-
-    assert losses(True) == pytest.approx(losses(False), rel=1e-5)
-
-
 def test_a_step_whose_weights_are_all_zero_is_skipped(new_run: NewRun) -> None:
     run = new_run(steps=3)
     model: Any = run.prepare(Net())
