@@ -29,6 +29,12 @@ from tests.unit.rendezvous_harness import LIMIT_S, OPTIONS, Play
 from tests.unit.single_worker import CPU, FakeClient, FakeFeed, FakeIndex, NewRun
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _one_thread() -> None:
+    """Torch has one thread, as in workers. The threads of a small operation would wait for each other."""
+    torch.set_num_threads(1)
+
+
 @pytest.fixture(scope="module")
 def _frozen_heap() -> Iterator[None]:
     """Closing a process group collects garbage, which takes 0.2 s unless loaded modules are frozen."""
