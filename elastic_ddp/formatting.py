@@ -24,7 +24,7 @@ def last_line(text: str) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Returns a duration in at most two units, such as "0.31 s", "2 min 5 s" or "3 h"."""
+    """Returns a duration in at most two units: "0.31 s", "2 min 5 s" or "3 h"."""
     if seconds < 9.95:
         return f"{seconds:.2g} s"
     whole = round(seconds)
@@ -37,7 +37,7 @@ def duration(seconds: float) -> str:
 
 
 def clock_face(seconds: float) -> str:
-    """Returns a duration such as `0:42` or `1:02:03`."""
+    """Returns a duration as `0:42` or `1:02:03`."""
     minutes, rest = divmod(math.ceil(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
@@ -49,5 +49,5 @@ def format_time(unix_s: float, pattern: str = "%Y-%m-%d %H:%M:%S") -> str:
 
 
 def format_rate(rate: float) -> str:
-    """Returns a rate in at least three significant digits, such as `0.0417`, `23.5` or `1,234`."""
+    """Returns a rate in at least three significant digits: `0.0417`, `23.5` or `1,234`."""
     return f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}"

@@ -334,7 +334,8 @@ class CollectiveCounter:
     """Returns how many collectives the default process group has begun, on the CPU and on `device`.
 
     `Backend._get_sequence_number_for_group` of gloo also counts messages between two ranks, whose number differs from
-    rank to rank, and those of a `monitored_barrier`. Therefore `ProcessGroup` subtracts its own messages and barriers.
+    rank to rank, and the messages of a `monitored_barrier`. Therefore `ProcessGroup` subtracts its own messages and
+    barriers.
     """
 
     _newest: weakref.ref[CollectiveCounter] | None = None

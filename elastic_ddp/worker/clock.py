@@ -1,4 +1,4 @@
-"""`WorkerClock`: it is told once what a worker begins, and tells those that find hangs, measure steps and book time."""
+"""`WorkerClock`: forwards what a worker begins to hang detection, the measurement of steps, and the account of time."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class WorkerClock:
     The worker calls `form`, `formed`, `ready`, `step_done` for each step, `failed` if a peer fails, and `leave`.
 
     Attributes:
-        activity: what the training thread is doing now, by which the rendezvous finds hangs. `activity.enter` tells the
-            clock each place that the thread enters.
+        activity: the current place of the training thread, by which the rendezvous finds hangs. `activity.enter` also
+            enters the phase of the place.
         phases: the seconds of each phase of a step.
         account: the seconds of each phase of the generation, for goodput.
     """

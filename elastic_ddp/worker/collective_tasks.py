@@ -1,4 +1,4 @@
-"""Tasks that all workers do together outside of steps, such as an evaluation, and how they continue after a failure.
+"""Tasks that all workers do together outside of steps, for example evaluations, and their repetition after a failure.
 
 Some survivors of a failure may have the result of a task and others not, and some may not start the task at all. So the
 members of a new generation compare their tasks before they wait for each other.

@@ -59,11 +59,11 @@ class CollectedMeans:
     def __init__(self, num_steps: int, num_micro_batches: int) -> None:
         self._shape = (2, num_steps, num_micro_batches)
         self._sums: dict[str, torch.Tensor] = {}
-        """By name: the weighted value and the weight of each micro-batch; zero for those of other ranks."""
+        """By name: the weighted value and the weight of each micro-batch; zero for micro-batches of other ranks."""
         self._names: list[str] | None = None
 
     def add(self, step: int, batch: MicroBatch, result: Any) -> None:
-        """Adds what the loss function returned for a micro-batch. Raises a ConfigError if it has another form."""
+        """Adds the result of the loss function for a micro-batch. Raises a ConfigError if it has another form."""
         values = result if isinstance(result, Mapping) else {ONLY: result}
         self._names = _check_names(self._names, list(values))
         for name, value in values.items():
@@ -94,7 +94,7 @@ class CollectedRows:
         self._values: list[dict[str, torch.Tensor]] = []
 
     def add(self, step: int, batch: MicroBatch, result: Any) -> None:
-        """Adds what the loss function returned for a micro-batch. Raises a ConfigError if it has another form."""
+        """Adds the result of the loss function for a micro-batch. Raises a ConfigError if it has another form."""
         values = result if isinstance(result, Mapping) else {ONLY: result}
         names = list(self._values[0]) if self._values else None
         _check_names(names, list(values))
@@ -138,7 +138,7 @@ def _check_names(names: list[str] | None, found: list[str]) -> list[str]:
 
 
 def _weighted(result: Any, num_rows: int) -> torch.Tensor:
-    """Returns the weighted value and the weight of what was returned for a micro-batch."""
+    """Returns the weighted value and the weight of a result for a micro-batch."""
     if not isinstance(result, tuple) or len(result) != 2:
         return torch.tensor([as_number(result) * num_rows, num_rows], dtype=torch.float64)
     value, weight = result
@@ -161,7 +161,7 @@ def _add_along_tree(values: torch.Tensor) -> float:
 
 
 def as_number(value: Any, caller: str = "loss_fn") -> float:
-    """Returns what a function of the user returned as a number. Raises ConfigError if it is not one number."""
+    """Returns the result of a user's function as a number. Raises ConfigError if it is not one number."""
     if not is_one_number(value):
         shape = f" of shape {tuple(value.shape)}" if hasattr(value, "shape") else ""
         advice = _RETURN if caller == "loss_fn" else "Return one number, or a dict of numbers by name"

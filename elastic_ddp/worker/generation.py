@@ -92,7 +92,7 @@ class Generation:
         assert model is not None
         self.buffers = StepBuffers(model.module, model.buffer_rules)
         self.parameters = ParameterGuard(model.module)
-        self._of_updates: dict[int, Strategy] = {}  # by the id of the optimizer; 0 for those of a function
+        self._of_updates: dict[int, Strategy] = {}  # by the id of the optimizer; 0 for functions
         self._has_compared_mirrors = False
 
     @classmethod
@@ -165,7 +165,7 @@ class Generation:
     def unit_of_weights(
         self, strategy: Strategy, weight: float | None, largest: float, *, is_first: bool, is_last: bool
     ) -> float:
-        """Returns what the backward divides weights by, so that float16 holds the gradients: see `loss_scale.unit_of`.
+        """Returns the divisor of weights in the backward, so that float16 holds gradients: see `loss_scale.unit_of`.
 
         Called before the backward of a micro-batch, whose weight is given, with the largest weight of this rank in the
         update so far. With fp16, the weight of micro-batch 0 in the first update of the run decides, at every world
@@ -238,7 +238,7 @@ class Generation:
         return True
 
     def vote(self) -> None:
-        """Returns when every rank has what it needs to finish the step by itself. The last collective of a step.
+        """Returns when every rank can finish the step without the others. The last collective of a step.
 
         With DDP, the ranks need no vote: the state of any of them is whole.
         """

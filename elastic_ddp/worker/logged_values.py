@@ -32,7 +32,7 @@ def is_one_number(value: Any) -> bool:
 
 
 class LoggedValues:
-    """The values that one rank logs in a step, by name and micro-batch. `gather` brings those of all ranks together."""
+    """The values that one rank logs in a step, by name and micro-batch. `gather` averages the values of all ranks."""
 
     def __init__(self) -> None:
         self._values: dict[str, dict[int | None, Any]] = {}  # None: logged outside of micro-batches

@@ -65,7 +65,7 @@ class HostTimer:
 
 
 class DeviceTimer:
-    """CUDA events on the current stream. An interval between two includes what the stream waits for in between.
+    """CUDA events on the current stream. An interval between two includes waits of the stream.
 
     Communication, copies and the host count only while the stream waits for them. Never synchronizes.
     """
@@ -195,7 +195,7 @@ class PhaseClock:
         self._data_s: dict[str, float] = {}
 
     def begin(self, step: int) -> None:
-        """A generation begins, with this number of steps done. Forgets what was measured."""
+        """A generation begins, with this number of steps done. Forgets earlier measurements."""
         self.end()
         self._clear()
         self._num_unmeasured = _FIRST_STEPS
@@ -255,7 +255,7 @@ class PhaseClock:
             self._num_steps += 1
 
     def take(self) -> dict[str, Any]:
-        """Returns what was measured since the last call, and forgets it.
+        """Returns the measurements since the last call, and forgets them.
 
         Returns:
             JSON values: step (the number of steps done up to the last step measured), num_steps (steps measured),

@@ -1,4 +1,4 @@
-"""`Run`: what a training function receives. One worker's view of the run."""
+"""`Run`: the argument of a training function, one worker's view of the run."""
 
 from __future__ import annotations
 
@@ -73,8 +73,8 @@ class Run:
     ) -> Prepared:
         """Adds a model, an optimizer, or a scheduler to the run.
 
-        Call it on every rank, in the same order, before `steps()`. `Step.optimize` steps what was prepared. Commits
-        save and restore it; restored values are in place from the first step on.
+        Call it on every rank, in the same order, before `steps()`. `Step.optimize` steps prepared optimizers and
+        schedulers. Commits save and restore prepared objects; restored values are in place from the first step on.
 
         A model may be built under `torch.device("meta")`. It then gets its weights from `reset_parameters()` of its
         modules or from `param_init_fn`; what random numbers a module gets depends on the seed and its name. With FSDP,
@@ -269,8 +269,8 @@ class Run:
                 working directory. A data set in memory must be the same on all ranks.
             transform: applied to the rows, as in `ElasticTrainer`; the training transform is not.
             collate_fn: maps rows to a batch, as in `ElasticTrainer`.
-            compute_metrics: for metrics that are no means, such as F1 or AUC. Maps the values of all rows, in stored
-                order, as one CPU tensor or a dict of them, to a number or a dict of numbers. Rank 0 calls it.
+            compute_metrics: for metrics that are no means, for example F1 or AUC. Maps the values of all rows, in
+                stored order, as one CPU tensor or a dict of them, to a number or a dict of numbers. Rank 0 calls it.
             name: the metric's name in the ledger, in `RunResult.metrics`, and for `checkpoint.best_metric`; by default
                 `validation_loss`. For a dict it is the prefix of the names, by default `validation`, so that
                 `{"accuracy": ...}` is `validation_accuracy`.

@@ -42,8 +42,8 @@ class Step:
         index: the step's number, from 0.
         epoch: the epoch that the step belongs to, from 0.
         is_last_of_epoch: whether the epoch ends with this step.
-        loss: the mean loss over the global batch, identical on all ranks; NaN before `optimize`. Of several updates,
-            that of the last one.
+        loss: the mean loss over the global batch, identical on all ranks; NaN before `optimize`. With several updates,
+            the loss of the last one.
         skipped: whether `optimize` left model, optimizers and schedulers unchanged; see `on_nonfinite`. Of several
             updates, whether one of them did.
     """
@@ -60,7 +60,7 @@ class Step:
         self._num_updates = 0  # that `update` was called for
         self._is_in_update = False
         self._waiting: list[Update] = []  # of functions, which count when an optimizer has stepped
-        self._kept: list[MicroBatch] = []  # what the first of several updates got
+        self._kept: list[MicroBatch] = []  # the micro-batches of the first of several updates
         self._metrics: dict[str, float] = {}  # of the updates before the current one
         self._is_in_block = False
         self.outcome = Outcome()
@@ -121,7 +121,7 @@ class Step:
                 "before the next optimizer steps. Let an update of an optimizer follow."
             )
         if self._num_updates:
-            self._state.step_schedulers(is_skipped=True)  # those of the epoch
+            self._state.step_schedulers(is_skipped=True)  # schedulers of epochs
             self._advance(agreed)
         self.generation.strategy.reshard()  # the block may have called the model
         self.generation.parameters.end()
@@ -138,7 +138,7 @@ class Step:
     def micro_batches(self) -> Iterator[Any]:
         """Yields this rank's micro-batches: dicts of tensors on the run's device, of shape `(rows, ...)`.
 
-        With a `collate_fn` or a map-style data set, they are what the collate function returned. Tensors in its dicts,
+        With a `collate_fn` or a map-style data set, they are the results of the collate function. Tensors in its dicts,
         lists, tuples and named tuples are on the run's device, and objects with a method `to` as well.
 
         Call it once in each step, or in each update. A micro-batch has `micro_batch_size` rows, or fewer in the last
@@ -225,7 +225,7 @@ class Step:
 
         Args:
             by: a prepared optimizer; or a function that changes parameters in place, with the gradients of all
-                parameters of prepared optimizers at hand, such as the ascent of SAM. It is called without recording
+                parameters of prepared optimizers at hand, for example the ascent of SAM. It is called without recording
                 gradients. The run restores these parameters before the next optimizer steps.
             name: names the update's metrics, `<name>_loss` and, with `clip_grad_norm`, `<name>_grad_norm`. By default
                 "optimizer_0" for the first prepared optimizer, and so on, or the name of the function.
@@ -261,7 +261,7 @@ class Step:
                     self.outcome = update.outcome.after(self.outcome)
                     yield update
                     return
-                state.is_changing = False  # what the update before has changed is whole
+                state.is_changing = False  # the changes of the update before are complete
                 if self.generation.is_closed:
                     raise PeerFailedError("a worker failed before the update began")
                 if update.is_temporary:
@@ -332,7 +332,7 @@ class Step:
         self._update.log(values)
 
     def gather(self, **rows: torch.Tensor) -> None:
-        """Collects rows of the current batch by name, such as keys or codes, for `gathered`.
+        """Collects rows of the current batch by name, for example keys or codes, for `gathered`.
 
         Call it for every batch, before its `backward`. Each value has the batch's rows as its first dimension. The
         ranks exchange the rows in `optimize`, or at the end of the update, with one collective.

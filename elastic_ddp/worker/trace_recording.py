@@ -1,4 +1,4 @@
-"""`TraceRecording`: records what a worker does with `torch.profiler`, and stores the trace and figures from it."""
+"""`TraceRecording`: records a worker with `torch.profiler`, and stores the trace and its figures."""
 
 from __future__ import annotations
 

@@ -141,7 +141,7 @@ class Update:
     # Micro-batches.
 
     def micro_batches(self, batches: Iterator[MicroBatch]) -> Iterator[Any]:
-        """Yields the rows of this rank's micro-batches; see `Step.micro_batches`. `batches` has those of the feed."""
+        """Yields the rows of this rank's micro-batches; see `Step.micro_batches`. `batches` is the feed."""
         if self._records:
             raise ConfigError(f"step.micro_batches of {self!r} was called twice. Loop over it once.")
         try:
@@ -181,7 +181,7 @@ class Update:
         self._is_dummy = False
 
     def _micro_batches_of_others(self, verification: Verification) -> Iterator[Any]:
-        """Yields what a verified step computes again. It takes part in nothing else."""
+        """Yields the rows of other ranks that a verified step computes again, which count nowhere else."""
         self._activity.enter("collective")
         for micro_batch, rows in verification.exchange():
             self._checked = micro_batch
@@ -310,8 +310,7 @@ class Update:
     # The change.
 
     def optimize(self, end_of: str) -> None:
-        """Reduces what is left to reduce, and changes the model. `end_of` is the name of the caller, for error
-        messages."""
+        """Ends the reduction and changes the model. Error messages call the caller `end_of`."""
         self._plan.first_error.raise_again(self)
         with self._plan.first_error.capture():
             self.outcome = self._optimize(end_of)

@@ -101,8 +101,8 @@ class WorkerMembership:
         holds_state: whether this worker has been in a generation, so that its state counts.
         tasks: the collective tasks outside of steps.
         failures: failures of steps and of these tasks.
-        clock: is told what this worker begins.
-        agreed_events: records what all ranks know.
+        clock: measures the phases of this worker.
+        agreed_events: records events that all ranks know.
     """
 
     def __init__(
@@ -277,7 +277,7 @@ class WorkerMembership:
     # Preparing.
 
     def warm_up(self) -> WarmupStep | None:
-        """Does what is slow the first time in a process. Returns the step to warm up with, if that is of use."""
+        """Makes slow first uses of libraries and storage. Returns the step to warm up with, if one is useful."""
         self._checkpointer.warm_up(self._state)
         self._store.connect_with_retry(self._client.store_address)
         planned = self._client.plan_join()
