@@ -142,21 +142,6 @@ class SAM(Job):
             parameter.add_(parameter.grad, alpha=0.05 / (float(norm) + 1e-12))
 
 
-class BrokenSAM(SAM):
-    """One worker computes a wrong gradient in the second pass, the descent, from step 3 on."""
-
-    num_ascents = 0
-
-    def ascent(self) -> None:
-        super().ascent()
-        self.num_ascents += 1
-
-    def loss(self, x: torch.Tensor) -> torch.Tensor:
-        run, loss = strike.run, super().loss(x)
-        is_descent = self.num_ascents > run.position.step
-        return loss * 1.001 if is_descent and run.position.step >= 3 and _is_worker(1) else loss
-
-
 class Twins(Job):
     """Two parts of equal size, which one worker trains in another order."""
 

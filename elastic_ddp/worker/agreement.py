@@ -73,21 +73,17 @@ class AgreedEvents:
 
     def __init__(self, record: Callable[[Event], object]) -> None:
         self._record = record
-        self._newest: deque[AgreedEvent] = deque(maxlen=KEPT)
+        self.newest: deque[AgreedEvent] = deque(maxlen=KEPT)
+        """The newest events, oldest first."""
 
     def record(self, event: AgreedEvent, *, is_rank_0: bool) -> None:
         """Takes an event. Every rank calls it."""
         event = replace(event, at=time.time())
-        self._newest.append(event)
+        self.newest.append(event)
         if is_rank_0:
             self._record(event)
 
-    @property
-    def newest(self) -> list[AgreedEvent]:
-        """The newest events, oldest first."""
-        return list(self._newest)
-
     def report_again(self) -> None:
         """Reports the newest events for the rank 0 of earlier generations. The rank that follows it calls this."""
-        for event in self._newest:
+        for event in self.newest:
             self._record(event)

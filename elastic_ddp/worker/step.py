@@ -78,7 +78,7 @@ class Step:
         self._is_in_block = False
         self._update.end()
         self._kept.clear()
-        first_error = self._plan.first_error.take()
+        first_error = self._plan.take_first_error()
         if error is None or isinstance(error, Exception):
             error = first_error or error
         was_changing = self._state.is_changing
@@ -255,7 +255,7 @@ class Step:
         self._num_updates += 1
         self._is_in_update = True
         try:
-            with self._plan.first_error.capture():
+            with self._plan.capture_first_error():
                 if number < len(state.updates):
                     update.repeat(state.updates[number])
                     self.outcome = update.outcome.after(self.outcome)
@@ -289,7 +289,7 @@ class Step:
             raise ConfigError(f"step {self.index} was used outside its block. Write `with step:` around it.")
         if self._is_in_update:
             raise ConfigError(f"{what} was called in the block of another update. Let one update follow the other.")
-        self._plan.first_error.raise_again(self._update)
+        self._plan.raise_first_error(self._update)
         if not self._num_updates and self._update.has_micro_batches:
             raise ConfigError(
                 f"{what} was called after a loop over step.micro_batches() has begun, outside of an update. Put each "
@@ -369,7 +369,7 @@ class Step:
 
     def capture_first_error(self) -> AbstractContextManager[None]:
         """Makes the step fail with the first error raised in this context, even if the training function catches it."""
-        return self._plan.first_error.capture()
+        return self._plan.capture_first_error()
 
     @property
     def loss(self) -> float:

@@ -60,35 +60,6 @@ class Outcome:
         return replace(self, agreed=None, loss=math.nan, failure=failure, dispute=getattr(error, "dispute", None))
 
 
-class FirstError:
-    """The first error of a step, which then fails with it, even if the training function catches the error."""
-
-    def __init__(self) -> None:
-        self._error: Exception | None = None
-
-    @contextmanager
-    def capture(self) -> Iterator[None]:
-        """Keeps an error raised in this context, unless there is one already."""
-        try:
-            yield
-        except Exception as error:
-            self._error = self._error or error
-            raise
-
-    def take(self) -> Exception | None:
-        """Returns the error and forgets it: its traceback would keep the process group alive."""
-        error = self._error
-        self._error = None
-        return error
-
-    def raise_again(self, where: object) -> None:
-        """Raises the error, if there is one. `where` names the step or the update."""
-        if self._error is not None:
-            if is_peer_failure(self._error):
-                raise self._error
-            raise caught_error(self._error, where) from self._error
-
-
 def caught_error(error: BaseException, where: object) -> ConfigError:
     """Returns the error for a training function that caught an error inside a step."""
     return ConfigError(
@@ -110,7 +81,6 @@ class StepPlan:
             verified.
         index: the step's number.
         first_update: the number of the first update that is not done yet.
-        first_error: the error that the step fails with.
     """
 
     generation: Generation
@@ -123,9 +93,31 @@ class StepPlan:
         state = self.generation.state
         self.index = state.position.step
         self.first_update = len(state.updates)
-        self.first_error = FirstError()
+        self._error: Exception | None = None
         self._saved_parameters: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._saved_buffers: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    @contextmanager
+    def capture_first_error(self) -> Iterator[None]:
+        """Makes the step fail with the first error raised in this context, even if the training function catches it."""
+        try:
+            yield
+        except Exception as error:
+            self._error = self._error or error
+            raise
+
+    def take_first_error(self) -> Exception | None:
+        """Returns the error and forgets it: its traceback would keep the process group alive."""
+        error = self._error
+        self._error = None
+        return error
+
+    def raise_first_error(self, where: object) -> None:
+        """Raises the error again, if there is one. `where` names the step or the update."""
+        if self._error is not None:
+            if is_peer_failure(self._error):
+                raise self._error
+            raise caught_error(self._error, where) from self._error
 
     @torch.no_grad()
     def save_parameters(self) -> None:

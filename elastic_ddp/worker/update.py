@@ -145,7 +145,7 @@ class Update:
         if self._records:
             raise ConfigError(f"step.micro_batches of {self!r} was called twice. Loop over it once.")
         try:
-            with self._plan.first_error.capture():
+            with self._plan.capture_first_error():
                 yield from self._micro_batches(batches)
         finally:  # also if the loop ends early
             if not self.outcome.is_done:  # an iterator that is kept may be closed during a later step
@@ -202,7 +202,7 @@ class Update:
         self._seed(batch.index)
         with self._autocast(is_enabled=True):
             yield rows
-        self._plan.first_error.raise_again(self)
+        self._plan.raise_first_error(self)
         if record.loss is _NO_LOSS:
             raise ConfigError(
                 f"{self!r}: micro-batch {batch.index} was left without step.backward(loss). Call it exactly once for "
@@ -222,7 +222,7 @@ class Update:
                 f"step.backward of {self!r} got a loss that does not depend on a parameter of its optimizer. Only "
                 "these are trained in this update."
             )
-        with self._plan.first_error.capture(), self._autocast(is_enabled=False):
+        with self._plan.capture_first_error(), self._autocast(is_enabled=False):
             weight = None if weight is None else check_weight("step.backward", weight)
             self._backward(loss, self.current, self._record, weight)
 
@@ -311,8 +311,8 @@ class Update:
 
     def optimize(self, end_of: str) -> None:
         """Ends the reduction and changes the model. Error messages call the caller `end_of`."""
-        self._plan.first_error.raise_again(self)
-        with self._plan.first_error.capture():
+        self._plan.raise_first_error(self)
+        with self._plan.capture_first_error():
             self.outcome = self._optimize(end_of)
 
     def _optimize(self, end_of: str) -> Outcome:

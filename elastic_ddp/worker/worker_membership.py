@@ -364,7 +364,7 @@ class WorkerMembership:
         assert self.generation is not None
         with self.clock.commit(self._checkpointer.worked_s):
             account = self.clock.account.seconds()
-            events = self.agreed_events.newest
+            events = list(self.agreed_events.newest)
             self._checkpointer.save(self._state, self.generation.group, account=account, events=events)
 
     def commit(self, *, may_fail: bool = False) -> None:

@@ -285,6 +285,15 @@ def train(run: Run, in_step: Callable[[Step], object] = _nothing, **options: Any
     return finish(run)
 
 
+def restarting(run: Run, body: Callable[[Run], Any]) -> Any:
+    """Calls a training function again each time that it is to restart, as a worker does. Returns its result."""
+    while True:
+        try:
+            return body(run)
+        except RestartTraining:
+            run = restart(run)
+
+
 def break_down(step: Step) -> None:
     """Fails as a collective does if a peer dies."""
     raise dist.DistNetworkError(PEER_FAILURE)
@@ -327,28 +336,29 @@ def train_and_count(
     """
 
     class CommunicatingAdamW(torch.optim.AdamW):
+        def __init__(self, run: Run, parameters: Any) -> None:
+            super().__init__(parameters, lr=0.1)
+            self.run = run
+
         def step(self, closure: Any = None) -> None:
             super().step()
-            communicate("optimizer", run.position.step)
+            communicate("optimizer", self.run.position.step)
 
-    while True:
+    def train_once(run: Run) -> tuple[Any, list[int]]:
         torch.manual_seed(seed)
         model: Any = run.prepare(Model())
-        run.prepare(StepLR(run.prepare(CommunicatingAdamW(model.parameters(), lr=0.1)), 2, 0.5))
+        run.prepare(StepLR(run.prepare(CommunicatingAdamW(run, model.parameters())), 2, 0.5))
         counter = StepCounter()
         run.register("counter", counter)
-        try:
-            for step in run.steps():
-                with step:
-                    compute_gradients(step, model)
-                    step.optimize()
-                    communicate("block", step.index)
-                    if evaluates:
-                        evaluate(run)
-                    counter.steps.append(step.index)
-            outcome = finish(run)
-        except RestartTraining:
-            run = restart(run)
-        else:
-            leave(run)
-            return outcome, counter.steps
+
+        def in_block(step: Step) -> None:
+            communicate("block", step.index)
+            if evaluates:
+                evaluate(run)
+            counter.steps.append(step.index)
+
+        outcome = train(run, model=model, in_block=in_block)
+        leave(run)
+        return outcome, counter.steps
+
+    return restarting(run, train_once)  # type: ignore[no-any-return]

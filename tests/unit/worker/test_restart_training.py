@@ -39,6 +39,7 @@ from tests.unit.single_worker import (
     evaluate,
     evaluate_with,
     prepared,
+    restarting,
     take_steps,
     train,
     train_and_count,
@@ -292,19 +293,15 @@ def test_a_generation_that_never_forms_ends_the_run(
     run = new_run()
     client = client_of(run)
     with pytest.raises(WorkersFailedError, match="failed to form 10 times in a row"):
-        while True:
-            try:
-                train(run)
-            except RestartTraining:
-                run = restart(run)
+        restarting(run, train)
     assert len(client.joins) == 11
 
 
-@pytest.mark.parametrize("times", [1, 12])
-def test_a_failed_commit_in_a_generation_for_handover_does_not_end_the_run(
-    new_run: NewRun, monkeypatch: pytest.MonkeyPatch, times: int
+def test_failed_commits_in_generations_for_handover_do_not_end_the_run(
+    new_run: NewRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A run below min_workers forms such a generation."""
+    """A run below min_workers forms such generations."""
+    times = 12
     join, write, fail = FakeClient.join, Storage.write, PeerFailures(3)
 
     def is_handover(client: FakeClient) -> bool:

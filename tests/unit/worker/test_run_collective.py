@@ -7,7 +7,6 @@ import json
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -267,11 +266,11 @@ def test_a_worker_that_must_leave_during_an_evaluation_commits_its_state(
     assert committed == [None, None, 3] and newest_step(tmp_path) == 3
 
 
-@pytest.mark.parametrize(("where", "is_resumable"), [("in block", False), ("after block", True), ("end", False)])
+@pytest.mark.parametrize(("where", "is_resumable"), [("after block", True), ("end", False)])
 def test_a_worker_reports_whether_others_can_continue_from_its_state(
     new_run: NewRun, monkeypatch: pytest.MonkeyPatch, where: str, is_resumable: bool
 ) -> None:
-    """Inside a block only this worker can do the rest of it. At the end no step follows."""
+    """At the end no step follows."""
     run, fail = new_run(), PeerFailures(where)
 
     def measure(_: Generation) -> float:
@@ -282,12 +281,11 @@ def test_a_worker_reports_whether_others_can_continue_from_its_state(
     if where == "end":
         fail_in_barriers(monkeypatch, 1)
 
-    def evaluate_at(place: str, step: Step) -> None:
-        if (place, step.index) == (where, 2):
+    def after_block(step: Step) -> None:
+        if (where, step.index) == ("after block", 2):
             evaluate(run)
 
-    hooks = {"in_block": partial(evaluate_at, "in block"), "after_block": partial(evaluate_at, "after block")}
-    assert train(run, **hooks)["steps"] == 6
+    assert train(run, after_block=after_block)["steps"] == 6
     assert client_of(run).are_resumable == [True, is_resumable]
 
 

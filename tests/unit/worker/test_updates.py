@@ -25,7 +25,6 @@ from tests.update_jobs import (
     SETTINGS,
     STEPS,
     BrokenGAN,
-    BrokenSAM,
     Plan,
     Twins,
     set_up,
@@ -156,12 +155,11 @@ def test_every_kind_of_job_has_the_same_bits(tmp_path: Path, calm: dict[str, Any
         assert "critic_grad_norm" in (tmp_path / "metrics").read_text()
 
 
-@pytest.mark.parametrize(("job", "broken"), [(GAN, BrokenGAN), pytest.param(SAM, BrokenSAM, marks=pytest.mark.chaos)])
-def test_a_wrong_gradient_in_the_second_update_is_found(tmp_path: Path, job: type[Any], broken: type[Any]) -> None:
+def test_a_wrong_gradient_in_the_second_update_is_found(tmp_path: Path) -> None:
     """The worker at fault leaves before that update is applied. An update of an optimizer before it is not repeated."""
     verify = {"verify": {"every_steps": 1, "action": "drain"}}
-    found, run = run_of(tmp_path, 3, Plan(broken, changes={**verify, "global_batch_size": 6}))
-    expected = run_of(tmp_path / "calm", 1, Plan(job, changes={"global_batch_size": 6}))[0]
+    found, run = run_of(tmp_path, 3, Plan(BrokenGAN, changes={**verify, "global_batch_size": 6}))
+    expected = run_of(tmp_path / "calm", 1, Plan(GAN, changes={"global_batch_size": 6}))[0]
     corruptions: list[Any] = list(run.rendezvous.events("corruption_found"))
     assert [(corruption.rank, corruption.step) for corruption in corruptions] == [(1, AT)]
     assert found == expected and run.world_sizes()[-1] == 2

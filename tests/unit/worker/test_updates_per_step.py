@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -22,11 +23,10 @@ from elastic_ddp.worker.run import Run
 from elastic_ddp.worker.step import Step
 from elastic_ddp.worker.step_plan import StepPlan
 from elastic_ddp.worker.train_state import TrainState
-from elastic_ddp.worker.worker_membership import RestartTraining
-from tests.loops import finish, restart
+from tests.loops import finish
 from tests.ranks import run_ranks
 from tests.unit.rank_steps import open_generation
-from tests.unit.single_worker import CPU, NewRun, PeerFailures
+from tests.unit.single_worker import CPU, NewRun, PeerFailures, restarting
 
 
 class MoCo(nn.Module):
@@ -120,40 +120,32 @@ def test_updates_from_gathered_rows_have_the_same_bits_at_every_world_size(name:
 
 
 def train(run: Run, name: str, fail: Callable[[Any], None] = lambda place: None) -> tuple[str, str]:
-    """A training function that also averages the model. Returns the hashes of both. Restarts like a worker."""
-    while True:
-        torch.manual_seed(0)
-        model: Any = run.prepare(MODELS[name]())
-        run.prepare(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
-        average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9), use_buffers=True)
-        run.register("average", average)
-        try:
-            for step in run.steps():
-                with step:
-                    for place, batch in enumerate(step.micro_batches()):
-                        loss, rows = model(batch["x"])
-                        step.gather(**rows)
-                        fail(("loop", step.index, place))
-                        step.backward(loss)
-                    step.optimize()
-                    model.update(**step.gathered)
-                    fail(("update", step.index))
-                    average.update_parameters(model)
-            weights = finish(run)["weights_sha256"]
-        except RestartTraining:
-            run = restart(run)
-        else:
-            return weights, weights_sha256(average.state_dict().items())
+    """A training function that also averages the model. Returns the hashes of both."""
+    torch.manual_seed(0)
+    model: Any = run.prepare(MODELS[name]())
+    run.prepare(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9), use_buffers=True)
+    run.register("average", average)
+    for step in run.steps():
+        with step:
+            for place, batch in enumerate(step.micro_batches()):
+                loss, rows = model(batch["x"])
+                step.gather(**rows)
+                fail(("loop", step.index, place))
+                step.backward(loss)
+            step.optimize()
+            model.update(**step.gathered)
+            fail(("update", step.index))
+            average.update_parameters(model)
+    return finish(run)["weights_sha256"], weights_sha256(average.state_dict().items())
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_updates_have_the_same_bits_after_a_step_is_repeated_and_a_resume(new_run: NewRun, name: str) -> None:
     expected = train(new_run(num_rows=NUM_ROWS), name)
-    repeated = train(new_run(num_rows=NUM_ROWS, folder="repeated"), name, PeerFailures(("loop", 3, 2)))
-    assert repeated == expected
-    commits = {"checkpoint": {"every_steps": 2}}
-    torn = train(new_run(num_rows=NUM_ROWS, folder="torn", **commits), name, PeerFailures(("update", 3)))
-    assert torn == expected
+    for fault in (("loop", 3, 2), ("update", 3)):
+        run = new_run(num_rows=NUM_ROWS, folder=fault[0], checkpoint={"every_steps": 2})
+        assert restarting(run, partial(train, name=name, fail=PeerFailures(fault))) == expected
     train(new_run(num_rows=NUM_ROWS, folder="resumed", steps=4), name)
     assert train(new_run(num_rows=NUM_ROWS, folder="resumed"), name) == expected
 
