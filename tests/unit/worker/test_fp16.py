@@ -124,10 +124,13 @@ def test_ranks_agree_on_overflow_and_have_the_same_bits_at_every_world_size() ->
         assert run_ranks(world_size, on_a_rank, config) == [expected] * world_size
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_fp16_also_scales_with_the_native_reduction(strategy: str) -> None:
-    config = config_of(precision="fp16", strategy=strategy, reduction="native")
+def with_both_strategies(group: ProcessGroup) -> list[dict[str, Any]]:
+    settings = {"precision": "fp16", "reduction": "native"}
+    return [on_a_rank(group, config_of(strategy=strategy, **settings)) for strategy in ("ddp", "fsdp")]
+
+
+def test_fp16_also_scales_with_the_native_reduction() -> None:
     expected = run_ranks(1, on_a_rank, config_of())[0]["losses"]  # fp32
-    for result in run_ranks(2, on_a_rank, config):
+    for result in (result for results in run_ranks(2, with_both_strategies) for result in results):
         assert result["returned"] == [False, False, True, True, False]
         assert result["losses"][:2] == pytest.approx(expected[:2], rel=1e-2)

@@ -164,25 +164,25 @@ def test_ranks_skip_the_same_steps_and_have_the_same_bits_at_every_world_size() 
         assert run_ranks(world_size, with_two_faults, config) == [expected] * world_size
 
 
-@pytest.mark.parametrize("clip_grad_norm", [None, 0.5])
-def test_ranks_of_fsdp_skip_a_step_when_the_shard_of_one_is_not_finite(clip_grad_norm: float | None) -> None:
-    config = config_of(on_nonfinite="skip", strategy="fsdp", clip_grad_norm=clip_grad_norm)
-    for result in run_ranks(2, on_a_rank, config):
-        assert result["returned"] == [False, False, True, False, False]
+def on_two_ranks_of_fsdp(group: ProcessGroup) -> list[list[bool]]:
+    settings: dict[str, Any] = {"on_nonfinite": "skip", "strategy": "fsdp"}
+    return [on_a_rank(group, config_of(clip_grad_norm=norm, **settings))["returned"] for norm in (None, 0.5)]
 
 
-def message_of(group: ProcessGroup, config: RunConfig, fault: Fault = nan_gradient) -> str:
-    with pytest.raises(NonFiniteError) as caught:
-        on_a_rank(group, config, fault=fault)
-    return str(caught.value)
+def test_ranks_of_fsdp_skip_a_step_when_the_shard_of_one_is_not_finite() -> None:
+    assert run_ranks(2, on_two_ranks_of_fsdp) == [[[False, False, True, False, False]] * 2] * 2
 
 
-def test_every_rank_names_the_rows_whose_loss_is_not_finite() -> None:
-    for message in run_ranks(2, message_of, config_of(), nan_loss):
-        assert message.startswith("step 2: the loss of micro-batch 0 is nan. It has rows 24, 30 of the data set. ")
+def messages(group: ProcessGroup) -> list[str]:
+    found = []
+    for strategy, fault in (("ddp", nan_loss), ("ddp", nan_gradient), ("fsdp", nan_gradient)):
+        with pytest.raises(NonFiniteError) as caught:
+            on_a_rank(group, config_of(strategy=strategy), fault=fault)
+        found.append(str(caught.value))
+    return found
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_every_rank_names_the_parameter_whose_gradient_is_not_finite(strategy: str) -> None:
-    for message in run_ranks(2, message_of, config_of(strategy=strategy)):
-        assert "step 2: the gradient of 3.bias is NaN" in message
+def test_every_rank_names_the_rows_or_the_parameter_with_a_value_that_is_not_finite() -> None:
+    for of_loss, *of_gradients in run_ranks(2, messages):
+        assert of_loss.startswith("step 2: the loss of micro-batch 0 is nan. It has rows 24, 30 of the data set. ")
+        assert all("step 2: the gradient of 3.bias is NaN" in message for message in of_gradients)

@@ -55,9 +55,9 @@ def on_a_rank(group: ProcessGroup, config: RunConfig, num_rows: int) -> dict[str
     return run_steps(group, config, Net(), weighted_step, num_rows=num_rows)
 
 
-def on_data_of_both_sizes(group: ProcessGroup, config: RunConfig) -> dict[int, dict[str, Any]]:
+def on_data_of_both_sizes(group: ProcessGroup, configs: list[RunConfig]) -> list[list[dict[str, Any]]]:
     """The last steps of the short epochs have micro-batches of one row, and of none."""
-    return {num_rows: on_a_rank(group, config, num_rows) for num_rows in (1000, 45)}
+    return [[on_a_rank(group, config, num_rows) for num_rows in (1000, 45)] for config in configs]
 
 
 def expected_step(num_rows: int) -> tuple[float, list[float]]:
@@ -71,29 +71,35 @@ def expected_step(num_rows: int) -> tuple[float, list[float]]:
     return loss.item(), torch.cat([p.grad.reshape(-1) for p in model.parameters() if p.grad is not None]).tolist()
 
 
-@pytest.mark.parametrize("changes", [{}, {"clip_grad_norm": 0.1, "ddp": {"find_unused_parameters": True}}])
-def test_weighted_steps_have_the_same_bits_at_every_world_size(changes: dict[str, Any]) -> None:
-    config = config_of(**changes)
-    [expected] = run_ranks(1, on_data_of_both_sizes, config)
+def test_weighted_steps_have_the_same_bits_at_every_world_size() -> None:
+    clipped: dict[str, Any] = {"clip_grad_norm": 0.1, "ddp": {"find_unused_parameters": True}}
+    configs = [config_of(), config_of(**clipped)]
+    [expected] = run_ranks(1, on_data_of_both_sizes, configs)
     for world_size in (2, 3):
-        assert run_ranks(world_size, on_data_of_both_sizes, config) == [expected] * world_size
-    for num_rows, result in expected.items():
-        loss, gradient = expected_step(num_rows)
-        assert result["losses"][0] == pytest.approx(loss, rel=1e-6)
-        assert result["returned"][0] == pytest.approx(gradient, rel=1e-4, abs=1e-7)
-        assert np.isfinite(result["losses"]).all()
+        assert run_ranks(world_size, on_data_of_both_sizes, configs) == [expected] * world_size
+    for results in expected:
+        for num_rows, result in zip((1000, 45), results, strict=True):
+            loss, gradient = expected_step(num_rows)
+            assert result["losses"][0] == pytest.approx(loss, rel=1e-6)
+            assert result["returned"][0] == pytest.approx(gradient, rel=1e-4, abs=1e-7)
+            assert np.isfinite(result["losses"]).all()
 
 
-NATIVE: list[dict[str, Any]] = [
-    {"reduction": "native", "ddp": {"bucket_cap_mb": 0.0001, **more}} for more in ({}, {"static_graph": True})
+WAYS: list[dict[str, Any]] = [
+    {"reduction": "native", "ddp": {"bucket_cap_mb": 0.0001}},
+    {"reduction": "native", "ddp": {"bucket_cap_mb": 0.0001, "static_graph": True}},
+    {"strategy": "fsdp"},
 ]
 
 
-@pytest.mark.parametrize("changes", [*NATIVE, {"strategy": "fsdp"}])
-def test_every_way_to_reduce_gives_the_weighted_mean(changes: dict[str, Any]) -> None:
+def in_every_way(group: ProcessGroup) -> list[dict[str, Any]]:
+    return [on_a_rank(group, config_of(**changes), 1000) for changes in WAYS]
+
+
+def test_every_way_to_reduce_gives_the_weighted_mean() -> None:
     loss, gradient = expected_step(1000)
     [canonical] = run_ranks(1, on_a_rank, config_of(), 1000)
-    for result in run_ranks(2, on_a_rank, config_of(**changes), 1000):
+    for result in (result for results in run_ranks(2, in_every_way) for result in results):
         assert result["losses"][0] == pytest.approx(loss, rel=1e-5)
         assert result["returned"][0] == pytest.approx(gradient, rel=1e-5, abs=1e-6)
         # In step 1, the last micro-batch of one of the ranks has a weight of 0 and a loss of NaN.
@@ -136,20 +142,26 @@ def test_large_weights_fit_float16_in_every_way_to_reduce(changes: dict[str, Any
         assert result["losses"][0] == pytest.approx(0.01 * expected_step(1000)[0], rel=1e-2)
 
 
-@pytest.mark.parametrize("empty", [range(1), range(6)], ids=["micro-batch", "step"])
-def test_a_first_weight_of_0_costs_an_fp16_run_one_step_at_most(empty: range) -> None:
+def with_empty_beginnings(group: ProcessGroup, config: RunConfig) -> list[dict[str, Any]]:
+    """The first weight is 0, or all weights of the first step are."""
+    return [with_many_tokens(group, config, empty) for empty in (range(1), range(6))]
+
+
+def test_a_first_weight_of_0_costs_an_fp16_run_one_step_at_most() -> None:
     config = config_of(precision="fp16", steps=4)
-    [expected] = run_ranks(1, with_many_tokens, config, empty)
-    assert expected["returned"] == ([True, False, False, False] if len(empty) == 1 else [True, True, False, False])
-    assert expected["loss_scale"].scale == 2.0**15 and expected["loss_scale"].weight_unit >= 2.0**22
-    others = run_ranks(3, with_many_tokens, config, empty)
+    [expected] = run_ranks(1, with_empty_beginnings, config)
+    skipped = [[True, False, False, False], [True, True, False, False]]
+    assert [result["returned"] for result in expected] == skipped
+    for result in expected:
+        assert result["loss_scale"].scale == 2.0**15 and result["loss_scale"].weight_unit >= 2.0**22
+    others = run_ranks(3, with_empty_beginnings, config)
     assert [repr(other) for other in others] == [repr(expected)] * 3  # NaN is the loss of an empty step
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_first_weight_of_0_costs_a_float16_hook_nothing(world_size: int) -> None:
-    for empty, skipped in ((range(1), []), (range(6), [0])):
-        for result in run_ranks(world_size, with_many_tokens, config_of(**COMPRESSED), empty):
+    for results in run_ranks(world_size, with_empty_beginnings, config_of(**COMPRESSED)):
+        for result, skipped in zip(results, ([], [0]), strict=True):
             assert [step for step, is_skipped in enumerate(result["returned"]) if is_skipped] == skipped
             assert np.isfinite(result["losses"][1:]).all()
 
