@@ -1,4 +1,4 @@
-"""Functions with which tests drive the worker behind a `Run`. Names inside of its loop appear in this file alone."""
+"""Functions with which tests drive the worker behind a `Run`. Names inside of a loop or a step are here alone."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from elastic_ddp.worker.checkpointing import Checkpointer
 from elastic_ddp.worker.generation import Generation
 from elastic_ddp.worker.job import Job
 from elastic_ddp.worker.run import Run
+from elastic_ddp.worker.step import Step
 from elastic_ddp.worker.train_state import TrainState
 from elastic_ddp.worker.warmup_step import WarmupStep
 
@@ -140,3 +141,17 @@ def is_ready_to_change(run: Run, steps_done: int) -> bool:
 def measure(run: Run, name: str, figure: Callable[[Generation], Any]) -> Any:
     """Returns what all ranks compute together, as in an evaluation of this name."""
     return run._loop.measure(name, figure)
+
+
+# Inside a step.
+
+
+def micro_batch_of(step: Step) -> int:
+    """Returns the number of the micro-batch that the loop is at."""
+    assert step._update.current is not None
+    return step._update.current
+
+
+def rows_of_rank(step: Step, rank: int) -> int:
+    """Returns how many rows a rank has in a step."""
+    return int(step._plan.rows[list(step.generation.strategy.ranges[rank])].sum())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -211,6 +212,12 @@ def test_nothing_that_could_run_code_from_a_file_is_imported_or_called() -> None
         calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
         loads = [call for call in calls if ast.unparse(call.func) == "torch.load"]
         assert all("weights_only=True" in ast.unparse(call) for call in loads), name
+
+
+def test_tests_reach_behind_a_run_or_a_step_in_one_file_alone() -> None:
+    files = [*(SOURCE.parent / "tests").rglob("*.py"), *(SOURCE.parent / "benchmarks").rglob("*.py")]
+    reaching = [file.name for file in files if re.search(r"\b(run\._loop|run\._state|step\._[a-z])", file.read_text())]
+    assert reaching == ["loops.py"]
 
 
 def test_nothing_large_is_kept_in_the_repository() -> None:

@@ -80,7 +80,7 @@ REDUCTIONS: dict[str, dict[str, Any]] = {
 
 
 def habitual_step(step: Step, model: Any, habit: Habit, place: str) -> None:
-    [optimizer] = step._state.optimizers
+    [optimizer] = step.generation.state.optimizers
 
     def at(here: str) -> None:
         if here == place:

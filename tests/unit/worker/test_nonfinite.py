@@ -18,7 +18,7 @@ from elastic_ddp.telemetry.event import parse
 from elastic_ddp.telemetry.summary import summarize
 from elastic_ddp.worker.run import Run
 from elastic_ddp.worker.step import Step
-from tests.loops import finish, state_of, wait_for_save
+from tests.loops import finish, micro_batch_of, state_of, wait_for_save
 from tests.ranks import run_ranks
 from tests.unit.commit_helpers import commits_in
 from tests.unit.rank_steps import config_of, run_steps
@@ -39,11 +39,6 @@ def infinite_loss(loss: torch.Tensor, model: Any) -> torch.Tensor:
 def nan_gradient(loss: torch.Tensor, model: Any) -> torch.Tensor:
     """Keeps the value of the loss: the derivative of the square root is infinite at zero."""
     return loss + (0 * model.get_parameter("3.bias")).sum().sqrt()
-
-
-def micro_batch_of(step: Step) -> int:
-    assert step._update.current is not None
-    return step._update.current
 
 
 def compute(step: Step, model: Any, fault: Fault, at: tuple[int, int] = (2, 1)) -> None:

@@ -19,7 +19,7 @@ from elastic_ddp.distributed.process_group import ProcessGroup
 from elastic_ddp.errors import ConfigError
 from elastic_ddp.worker.run import Run
 from elastic_ddp.worker.step import Step
-from tests.loops import finish
+from tests.loops import finish, rows_of_rank
 from tests.ranks import run_ranks
 from tests.unit.rank_steps import config_of, run_steps
 from tests.unit.single_worker import (
@@ -151,7 +151,7 @@ def log_after_the_loop(group: ProcessGroup, config: RunConfig) -> list[dict[str,
             loss = model(batch["x"]).square().mean()
             step.backward(loss)
             losses.append(loss.item() * len(batch["x"]))
-        rows = sum(step._plan.rows[list(step.generation.strategy.ranges[group.rank])])
+        rows = rows_of_rank(step, group.rank)
         step.log(own_mean=sum(losses) / rows if rows else math.nan, lr=0.1)
         step.optimize()
         return {**step.metrics, "loss": step.loss}

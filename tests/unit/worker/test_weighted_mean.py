@@ -17,7 +17,7 @@ from elastic_ddp.errors import ConfigError
 from elastic_ddp.tensors.state_tree import gather_full
 from elastic_ddp.worker.loss_scale import LossScale
 from elastic_ddp.worker.step import Step
-from tests.loops import finish, state_of
+from tests.loops import finish, micro_batch_of, state_of
 from tests.ranks import run_ranks
 from tests.unit.rank_steps import config_of, run_steps
 from tests.unit.single_worker import Model, NewRun, client_of, fake_feed, prepared
@@ -42,8 +42,7 @@ def masked_mean(model: Any, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor
 
 def weighted_step(step: Step, model: Any) -> list[float]:
     for batch in step.micro_batches():
-        assert step._update.current is not None
-        mask = mask_of(batch["x"], (step.index, step._update.current) in EMPTY)
+        mask = mask_of(batch["x"], (step.index, micro_batch_of(step)) in EMPTY)
         step.backward(masked_mean(model, batch["x"], mask), weight=mask.sum())
     gradient = torch.cat([gather_full(parameter.grad).reshape(-1) for parameter in model.parameters()])
     step.optimize()
@@ -112,7 +111,7 @@ TOKENS = 3_000_000
 
 def step_of_many_tokens(step: Step, model: Any, empty: range = range(0)) -> bool:
     for batch in step.micro_batches():
-        mask = mask_of(batch["x"], step.index == 0 and step._update.current in empty)
+        mask = mask_of(batch["x"], step.index == 0 and micro_batch_of(step) in empty)
         step.backward(0.01 * masked_mean(model, batch["x"], mask), weight=TOKENS * mask.sum())
     step.optimize()
     return step.skipped
@@ -211,7 +210,7 @@ def test_a_weight_is_one_finite_number_that_is_not_negative(new_run: NewRun, wei
 def mixed(group: ProcessGroup, config: RunConfig) -> str:
     def body(step: Step, model: Any) -> None:
         for batch in step.micro_batches():
-            step.backward(model(batch["x"]).mean(), weight=None if step._update.current == 0 else 2)
+            step.backward(model(batch["x"]).mean(), weight=None if micro_batch_of(step) == 0 else 2)
         step.optimize()
 
     with pytest.raises(ConfigError) as caught:
