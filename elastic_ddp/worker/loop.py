@@ -255,13 +255,14 @@ class Loop:
             record(StepSkipped(generation=generation.number, step=position.step, reason=reason, loss_scale=scale))
         if not self._is_logged(step.index):
             return {}
+        metrics = step.metrics
         seconds = clock.account.seconds() if self.rank == 0 else None
-        record(StepsCompleted(generation=generation.number, **progress, metrics=step.metrics, account=seconds))
+        record(StepsCompleted(generation=generation.number, **progress, metrics=metrics, account=seconds))
         counts = [len(owned) for owned in generation.strategy.ranges]
         measured = combine(step.outcome.phases, generation=generation.number, micro_batches=counts)
         if measured is not None:
             record(measured)
-        return step.metrics
+        return metrics
 
     def measure(self, given_name: str | None, figure: Callable[[Generation], Any]) -> Any:
         """Returns figures that all ranks compute together, in a step or after one; see `Run.evaluate`."""
