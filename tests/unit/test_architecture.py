@@ -116,21 +116,9 @@ def test_imports_make_no_circle() -> None:
     TopologicalSorter({name: imported_modules(name) for name in modules()}).prepare()  # raises CycleError
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "cli.main",
-        "data.work",
-        "data.pipeline",
-        "notices.watch",
-        "ray_internals.drain",
-        "ray_internals.torch_trainer",
-        "rendezvous.actor",
-    ],
-)
-def test_what_starts_often_does_not_wait_for_torch(name: str) -> None:
+def test_what_starts_often_does_not_wait_for_torch() -> None:
     """A worker that joins waits for the processes that read its data, and a run for its controller and rendezvous."""
-    starts_often = "cli.main data.transform data.pipeline notices.watch ray_internals.drain"
+    starts_often = "cli.main data.work data.pipeline notices.watch ray_internals.drain"
     names = [f"{PACKAGE}.{name}" for name in f"{starts_often} ray_internals.torch_trainer rendezvous.actor".split()]
     program = f"import sys\nfor name in {names}:\n    __import__(name)\n    assert 'torch' not in sys.modules, name"
     subprocess.run([sys.executable, "-c", program], check=True)

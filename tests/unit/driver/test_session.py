@@ -120,7 +120,7 @@ def test_a_session_ends_soon_if_ray_has_ended_on_this_machine(
     monkeypatch.setattr(session_module, "RAY_CHECK_S", 0.01)
     monkeypatch.setattr(session_module, "has_ray_ended", lambda is_ending: is_ending or not requested)
     monkeypatch.setattr(session_module, "run_workers", lambda *_: None)
-    with session_of(loop_of(new_run()).job, SilentRendezvous()) as session:
+    with session_of(job_of(new_run()), SilentRendezvous()) as session:
         session.stop_requests.requested = requested
         assert session.run()["status"] == status
 
@@ -160,7 +160,7 @@ def test_a_runtime_env_that_ray_cannot_set_up_is_an_error_of_the_configuration(
     monkeypatch.setattr(session_module, "ray", SimpleNamespace(get=fail, exceptions=ray.exceptions))
     monkeypatch.setattr(session_module, "run_workers", lambda *_: None)
     message = r"cannot set up runtime_env on node 10\.0\.0\.3 \(ERROR: no such"
-    with session_of(loop_of(new_run()).job, SilentRendezvous()) as session, pytest.raises(ConfigError, match=message):
+    with session_of(job_of(new_run()), SilentRendezvous()) as session, pytest.raises(ConfigError, match=message):
         session.run()
 
 

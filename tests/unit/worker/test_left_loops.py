@@ -14,8 +14,6 @@ from elastic_ddp.report.page import headline
 from elastic_ddp.storage.storage import Storage
 from elastic_ddp.telemetry.goodput import goodput
 from elastic_ddp.telemetry.sessions import read_sessions
-from elastic_ddp.worker.run import Run
-from tests.loops import finish
 from tests.unit.cli.test_cli import invoke, write_ledger
 from tests.unit.report_runs import Recorder
 from tests.unit.single_worker import NewRun, train
