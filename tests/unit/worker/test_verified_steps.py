@@ -233,10 +233,10 @@ def test_a_rollback_resumes_from_before_the_first_wrong_step(
 def test_a_commit_that_finds_another_state_asks_for_a_verified_step(tmp_path: Path, action: str) -> None:
     """Without periodic verified steps. The commit is left out, and the rank at fault leaves before the next one."""
     options: dict[str, Any] = {"verify": {"action": action}, "checkpoint": {"every_steps": 1}}
-    found, run = run_of(tmp_path / "fault", 3, Fault(0, "weight"), steps=12, **options, **ONE_EACH)
-    assert found["steps"] == 12 and run.world_sizes()[-1] == 2
+    found, run = run_of(tmp_path / "fault", 3, Fault(0, "weight"), steps=40, **options, **ONE_EACH)
+    assert found["steps"] == 40 and run.world_sizes()[-1] == 2
     if action == "rollback":  # which begins anew if no state was verified
-        assert found == run_of(tmp_path / "calm", 1, steps=12, **ONE_EACH)[0]
+        assert found == run_of(tmp_path / "calm", 1, steps=40, **ONE_EACH)[0]
     [corruption] = corruptions(run)
     assert corruption.rank == 0 and "parameters, buffers or optimizer state of rank 0 differ" in corruption.text
     [failed] = [event for event in run.rendezvous.events("commit_failed") if "Replicas" in event.error]
