@@ -24,7 +24,7 @@ test: lint docs ## lint, build the docs, then run the tests without those of `ma
 unit: $(VENV)/.installed-dev ## the tests that need no Ray, in minutes
 	$(VENV)/bin/python -m pytest tests/unit $(SIDE_BY_SIDE) $(ARGS)
 
-chaos: $(VENV)/.installed-dev ## more faults than `make test` injects
+chaos: $(VENV)/.installed-dev ## more faults, sizes and examples than `make test` has
 	$(VENV)/bin/python -m pytest -m chaos $(ARGS)
 
 s3: $(VENV)/.installed-dev ## commits on a real S3 server, Ceph's from Debian's packages, which it starts and ends

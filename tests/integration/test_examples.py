@@ -65,12 +65,14 @@ def outputs(folder: Path) -> Iterator[Outputs]:
     cluster.shutdown()
 
 
+@pytest.mark.chaos
 def test_the_contrastive_example_learns_the_classes_without_labels(outputs: Outputs) -> None:
     output = outputs["contrastive.py"].result()
     found = re.search(r"accuracy of the nearest key ([\d.]+)", output)
     assert found and float(found[1]) > 0.9, output
 
 
+@pytest.mark.chaos
 def test_the_fp16_example_skips_overflowing_steps_and_learns(outputs: Outputs) -> None:
     output = outputs["fp16.py"].result()
     found = re.search(r"error rate ([\d.]+); (\d+) steps skipped; loss scale (\d+)", output)
@@ -79,6 +81,7 @@ def test_the_fp16_example_skips_overflowing_steps_and_learns(outputs: Outputs) -
     assert error < 0.1 and skipped >= 1 and scale == 65536 / 2**skipped
 
 
+@pytest.mark.chaos
 def test_the_gan_draws_digits(outputs: Outputs) -> None:
     output = outputs["gan.py"].result()
     found = re.search(r"300 steps; critic_loss ([\d.]+), generator_loss (-?[\d.]+); distance ([\d.]+)", output)
