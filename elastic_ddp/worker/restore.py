@@ -8,7 +8,7 @@ from typing import Any
 
 from elastic_ddp.checkpoint import Commit, CommitCatalog
 from elastic_ddp.distributed.process_group import ProcessGroup
-from elastic_ddp.errors import CheckpointError
+from elastic_ddp.errors import CheckpointError, PeerFailedError
 from elastic_ddp.storage.storage import Storage
 from elastic_ddp.tensors.state_tree import Layout
 from elastic_ddp.worker.agreement import errors_on_all_ranks
@@ -100,9 +100,14 @@ def _next_candidate(
         if candidate is not None:
             parts = [candidate[0].key.encode(), candidate[0].to_bytes(), candidate[1]]
     key, manifest, skeleton = map(group.broadcast_bytes, parts)
-    if not key:
-        return None
-    return candidate or (Commit.from_bytes(key.decode(), manifest), skeleton)
+    if candidate is not None or not key:
+        return candidate
+    try:
+        commit = Commit.from_bytes(key.decode(errors="replace"), manifest)
+        commit.state.check(skeleton)
+    except CheckpointError as raised:
+        raise PeerFailedError(f"rank 0 sent a commit that arrived changed: {raised}") from raised
+    return commit, skeleton
 
 
 def _next_complete(
