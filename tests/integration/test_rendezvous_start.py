@@ -37,7 +37,7 @@ def name() -> str:
 
 
 def driven_from(uri: str) -> RendezvousOptions:
-    driver = {"uri": uri, "pid": 123, "host": "old-head"}
+    driver = {"uri": uri, "pid": 123, "host": "old-head", "job": None}
     return RendezvousOptions(min_workers=1, max_workers=1, heartbeat_timeout_s=5.0, driver=driver)
 
 
