@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.optim.lr_scheduler import StepLR
 from torch.utils.checkpoint import checkpoint
 
-from tests.loops import member_of
+from tests.inside_run import member_of
 from tests.unit.single_worker import CPU, PEER_FAILURE, StepCounter
 from tests.workers import Workers, running
 

@@ -13,7 +13,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits as bce
 from torch.nn.functional import mse_loss
 
 from tests.fsdp_workers import Fault, Striker
-from tests.loops import member_of
+from tests.inside_run import member_of
 
 STEPS = 6
 SETTINGS: dict[str, Any] = {

@@ -221,7 +221,7 @@ def elastic_commands(run: Any, model: torch.nn.Module, gate: Gate, side: Side) -
     from elastic_ddp.worker.commit_schedule import CommitSchedule
     from elastic_ddp.worker.job import COMMITS
     from elastic_ddp.worker.restore import restore
-    from tests.loops import generation_of, is_saving, job_of, state_of
+    from tests.inside_run import generation_of, is_saving, job_of, state_of
 
     is_due = False
 

@@ -1,4 +1,4 @@
-"""Writes one rank's share of the state: copies it into host memory at once, and writes it from there later."""
+"""Copies one rank's share of the state into host memory immediately, and writes the copy in the background."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class HostMemoryError(ElasticDDPError):
 class StateWriter:
     """Writes a rank's share of the state of a run, for one commit after the other.
 
-    Ranks share the writing of tensors that are not sharded. All ranks must hold equal values of these.
+    Ranks share the writing of unsharded tensors. All ranks must hold equal values of unsharded tensors.
 
     Args:
         of_rank_0: components of the state that only rank 0 writes.
@@ -61,8 +61,8 @@ class StateWriter:
         self._skeletons: dict[str, Any] | None = None
         """On rank 0: of the staged state, until it is written. They share nothing with the state, which may change."""
         self._rank = 0
-        self._kind: Any = None
-        """All that the plan below depends on."""
+        self._plan_key: Any = None
+        """All that `_share` and `_replicated` depend on. They are planned again if it changes."""
         self._share: list[Block] = []
         self._replicated: list[Block] = []
         """Blocks that all ranks hold alike."""
@@ -90,10 +90,10 @@ class StateWriter:
         skeletons, tensors = _flatten_components(state)
         self._rank = rank
         self._skeletons = skeletons if rank == 0 else None
-        kind = rank, world_size, _kinds_of(tensors)
-        if self._kind != kind:
+        key = rank, world_size, _kinds_of(tensors)
+        if self._plan_key != key:
             self._plan(tensors, rank, world_size)
-            self._kind = kind
+            self._plan_key = key
         self._blocks.stage(self._share, tensors)
         self._samples = draw_samples(self._replicated, tensors, seed) if world_size > 1 else ()
 
@@ -122,7 +122,7 @@ class StateWriter:
     @property
     def kinds(self) -> dict[str, TensorKind]:
         """Dtype and shape of all tensors in the state that was staged last, by name."""
-        _, _, (names, dtypes, shapes, _) = self._kind
+        _, _, (names, dtypes, shapes, _) = self._plan_key
         return {
             name: (dtype_name(dtype), tuple(shape)) for name, dtype, shape in zip(names, dtypes, shapes, strict=True)
         }
@@ -222,9 +222,11 @@ class BlockWriter:
         self._object_bytes = object_bytes
         self._blocks: list[Block] | None = None
         self._objects: list[list[tuple[Block, int]]] = []
-        """The blocks in each object with their offsets; below, its bytes, and the memory of each block in them."""
+        """For each object, its blocks and their offsets."""
         self._buffers: list[torch.Tensor] = []
+        """The bytes of each object."""
         self._views: list[torch.Tensor] = []
+        """For each block of all objects, the part of a buffer that holds its copy."""
 
     @torch.no_grad()
     def stage(self, blocks: list[Block], tensors: Mapping[str, torch.Tensor]) -> None:

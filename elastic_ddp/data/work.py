@@ -1,8 +1,8 @@
 """The work of a worker's data processes: reading rows, and making chunks or whole micro-batches of them.
 
-From Parquet files without a `collate_fn`, they make chunks of `data.chunk_rows` rows, which the worker cuts into
-micro-batches. With a `collate_fn`, and from data in memory, they make micro-batches. The transform then gets one of
-them at a time.
+From Parquet files without a `collate_fn`, data processes make chunks of `data.chunk_rows` rows, which the worker cuts
+into micro-batches. With a `collate_fn`, or with data in memory, data processes make whole micro-batches. Each call of
+the transform gets one chunk, or one of these micro-batches.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class ColumnBatch(dict[str, Array]):
 
 @dataclass(frozen=True, eq=False)
 class Work:
-    """A plan for a data set, with the user's functions."""
+    """The data set, the plan, and the user's functions, from which a data process reads and makes rows."""
 
     index: DatasetIndex | MapStyleIndex
     plan: FeedPlan

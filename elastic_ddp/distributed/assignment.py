@@ -54,7 +54,7 @@ class Formation:
     first_step: int | None = None
     """The number of steps done in that state."""
     handover_only: bool = False
-    """The generation makes no step. Its members hand over or commit the state, and rejoin."""
+    """The generation makes no step. Its members transfer the state or commit it, and rejoin."""
     resharding: Resharding | None = None
     """How the shards of the state change hands; None if it is not in shards."""
     same_members: bool = False
@@ -95,7 +95,7 @@ class Assignment(Formation):
         return 2 * self.largest_node <= self.world_size
 
     @property
-    def only_hands_over(self) -> bool:
-        """Whether members only send state that others keep. Otherwise they train, or commit the state that all keep."""
+    def ends_after_transfer(self) -> bool:
+        """Whether the generation ends once its receivers or keepers have the state, without a step or a commit."""
         keeps_all = self.resharding is None or len(self.resharding.keepers) == self.world_size
         return self.handover_only and bool(self.receivers or not keeps_all)

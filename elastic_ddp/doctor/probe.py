@@ -1,6 +1,6 @@
 """Code that runs on each node: it gathers facts, tries storage and data, and joins process groups.
 
-No Ray: `examination` starts an actor of `Probe` on each node.
+This module does not import Ray. `examination` runs a `Probe` as an actor on each node.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _VARIABLES = ("GLOO_", "NCCL_")
 
 
 class Probe:
-    """Gathers the facts of one node, and is its rank in process groups."""
+    """Gathers the facts of one node, and represents the node as a rank in process groups."""
 
     def __init__(self, address: str) -> None:
         """`address` is the node's address in Ray."""

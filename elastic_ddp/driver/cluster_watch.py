@@ -18,10 +18,10 @@ from elastic_ddp.ray_internals.nodes import read_cluster_use
 CONTACT_S = 3.0
 """How often the GCS is contacted."""
 CONNECT_WITHIN_S = 2.0
-RECONNECT_TIMEOUT = "RAY_gcs_rpc_server_reconnect_timeout_s"
-"""The environment variable that says how long Ray's processes wait for the GCS; by default 60 s."""
+TIMEOUT_VARIABLE = "RAY_gcs_rpc_server_reconnect_timeout_s"
+"""The environment variable that sets how long Ray's processes wait for the GCS; by default 60 s."""
 GIVE_UP_AFTER, END_BEFORE = 0.7, 0.85
-"""The driver gives up after the first share of that time, and waits for a commit until the second."""
+"""Shares of Ray's timeout after which the driver gives up, and stops waiting for a commit."""
 READ_S = 5.0
 """How often the cluster is read while the run waits."""
 REPEAT_S = 600.0
@@ -31,13 +31,13 @@ LATE_S = 30.0
 
 
 class GcsWatch:
-    """Watches whether Ray's GCS responds: the process on the head node that keeps the state of the cluster.
+    """Watches whether Ray's GCS responds. The GCS is the head node's process that keeps the state of the cluster.
 
-    Training does not need it: workers, controller and rendezvous talk to each other directly. But each process of Ray
-    ends itself, and the driver with it, if the GCS is not back within a minute.
+    Training does not need the GCS: workers, controller and rendezvous send messages to each other directly. But each
+    process of Ray ends itself, and the driver with it, if the GCS is not back within a minute.
 
-    `is_away` is whether the last contact failed; `is_lost`, which stays true, whether contacts have failed for
-    `patience_s`. Ray's processes still live then.
+    `is_away`: whether the last contact failed.
+    `is_lost`: whether contacts have failed for `patience_s`; stays True. Ray's processes still live then.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class GcsWatch:
         self.address = address
         self.is_away = False
         self.is_lost = False
-        self._timeout_s = float(os.environ.get(RECONNECT_TIMEOUT, "60"))
+        self._timeout_s = float(os.environ.get(TIMEOUT_VARIABLE, "60"))
         self.patience_s = GIVE_UP_AFTER * self._timeout_s
         self._contact = contact
         self._clock = clock

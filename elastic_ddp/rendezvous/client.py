@@ -39,7 +39,7 @@ class RendezvousClient:
     """A worker's connection to the rendezvous.
 
     Events are sent in order, without delay. Inside a step the training thread calls only `record`, `progress`,
-    `on_failure` and the attributes, which never block; the other methods wait for Ray.
+    `set_abort` and the attributes, which never block; the other methods wait for Ray.
     """
 
     def __init__(self, rendezvous: RendezvousHandle, member: Member, heartbeat_timeout_s: float) -> None:
@@ -127,7 +127,7 @@ class RendezvousClient:
                 self.signals = replace(self.signals, **_OF_A_GENERATION)
                 return answer
 
-    def on_failure(self, abort: Callable[[], None] | None) -> None:
+    def set_abort(self, abort: Callable[[], None] | None) -> None:
         """Sets the function that aborts this worker's collectives; None for none. A client thread calls it when a
         member of the current generation fails or the run ends."""
         self._abort = abort

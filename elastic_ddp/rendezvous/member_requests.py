@@ -1,4 +1,4 @@
-"""Requests that each member answers for itself: for its stacks, or to profile steps. A restart forgets them."""
+"""Requests to members for their stacks or for profiles. A restarted rendezvous process loses these requests."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class _Open:
 
 
 class MemberRequests:
-    """The newest requests, and their answers. `apply` is called after each new request."""
+    """The newest requests, and the members' answers. `apply` saves each new request's number and sends the request."""
 
     def __init__(self, state: State, apply: Callable[[], None]) -> None:
         self._state = state

@@ -75,7 +75,7 @@ class Membership:
     _leaving: dict[str, DrainNotice] = field(default_factory=dict)
     _interrupted_for: set[str] = field(default_factory=set)
     """Members for whose deadline a step was interrupted, which happens once."""
-    _fewest: int = 1
+    _min_size_by_memory: int = 1
     """The smallest generation that has memory for the state."""
     _too_few_since: float | None = None
     """When all survivors waited and were too few; None while that is not so."""
@@ -216,9 +216,9 @@ class Membership:
         return self.max_workers if self.wanted is None else min(self.wanted, self.max_workers)
 
     @property
-    def _least(self) -> int:
+    def _min_size(self) -> int:
         """Minimum size of a generation that trains."""
-        return 1 if self.any_may_commit else max(1, self.min_workers, self._fewest)
+        return 1 if self.any_may_commit else max(1, self.min_workers, self._min_size_by_memory)
 
     def wants_change(self, now_s: float) -> bool:
         """Whether the members of a healthy generation should end it at their next step boundary."""
@@ -230,9 +230,9 @@ class Membership:
     def _is_change_due(self, now_s: float) -> bool:
         staying, leaving = self._split()
         newcomers = self._newcomers()
-        if leaving and len(staying) + len(newcomers) >= self._least:
+        if leaving and len(staying) + len(newcomers) >= self._min_size:
             return True
-        if len(staying) + len(leaving) < self._least:  # members failed while none could join
+        if len(staying) + len(leaving) < self._min_size:  # members failed while none could join
             return True
         if any(self._leaving[member].is_urgent(now_s) for member in leaving) or len(staying) > self.limit:
             return True
@@ -264,7 +264,7 @@ class Membership:
                     if request.step is None:
                         self._dismiss(request.member.id)
             return None
-        self._fewest = max((request.fewest_workers for request in self._waiting.values()), default=1)
+        self._min_size_by_memory = max((request.fewest_workers for request in self._waiting.values()), default=1)
         formed = self._form_for_task(now_s)
         if formed is not None:
             return formed
@@ -347,12 +347,12 @@ class Membership:
 
     def _planner(self, now_s: float) -> Planner:
         return Planner(
-            least=self._least,
-            limit=self.limit,
+            min_size=self._min_size,
+            max_size=self.limit,
             max_workers=self.max_workers,
             micro_batches=self.evenly_divided,
             shard_size=self.shard_size,
-            fewest=self._fewest,
+            min_size_by_memory=self._min_size_by_memory,
             commit_wanted=self.commit_wanted,
             leaving=self._leaving,
             before=self.current,

@@ -16,11 +16,11 @@ GROUP_WAIT_S = 10.0
 
 @dataclass(frozen=True, kw_only=True)
 class Planner:
-    """Chooses the members of the next generation, at a time."""
+    """Chooses the members of the next generation, as of the time `now_s`."""
 
-    least: int
+    min_size: int
     """Minimum size of a generation that trains."""
-    limit: int
+    max_size: int
     """Maximum size of a generation that trains."""
     max_workers: int
     """Maximum size of any generation."""
@@ -28,7 +28,7 @@ class Planner:
     """Number of micro-batches that the size must divide; None for any size."""
     shard_size: int | None
     """See `RendezvousOptions.shard_size`."""
-    fewest: int
+    min_size_by_memory: int
     """The smallest generation that has memory for the state."""
     commit_wanted: bool
     """Whether a commit is requested, even with too few workers to train."""
@@ -54,7 +54,7 @@ class Planner:
         """
         staying = self.staying(requests)
         notices = [self.leaving[request.member.id] for request in requests if request.member.id in self.leaving]
-        if len(staying) < self.least and notices and not any(notice.is_urgent(self.now_s) for notice in notices):
+        if len(staying) < self.min_size and notices and not any(notice.is_urgent(self.now_s) for notice in notices):
             staying = requests  # leaving members are needed, and have the time
         most = self._most_of(staying)
         if has_shards(requests) and not keeps_state(staying[:most], requests):
@@ -67,9 +67,9 @@ class Planner:
         if not keeps_state(staying, requests):
             # Only leaving members hold the newest state. One of them transfers it, or commits it if no member can
             # receive it. That matters more than min_workers.
-            return [*select_with_newest(requests, 1), *staying[: self.limit - 1]], True
+            return [*select_with_newest(requests, 1), *staying[: self.max_size - 1]], True
         chosen = select_with_newest(staying, most)
-        if len(chosen) >= self.least:
+        if len(chosen) >= self.min_size:
             return chosen, False
         if self.commit_wanted and not is_committed(requests):
             return holders_of_newest(requests) if has_shards(requests) else select_with_newest(requests, 1), True
@@ -100,16 +100,18 @@ class Planner:
         )
 
     def _keepers(self, chosen: list[JoinRequest], survivors: list[str]) -> set[str]:
-        """Returns the members that have shards after a generation that transfers the state. If no member stays, all
-        have, to commit them."""
+        """Returns the members that have shards after a generation that transfers the state.
+
+        If no member stays, or the members that stay lack the memory, all members keep shards in order to commit them.
+        """
         staying = by_seniority(self.staying(chosen), survivors)
         most = self._most_of(staying)
-        keeping = staying[: most if most >= self.fewest else 0] or chosen  # without memory for the shards, all commit
+        keeping = staying[: most if most >= self.min_size_by_memory else 0] or chosen
         return {request.member.id for request in keeping}
 
     def _most_of(self, staying: list[JoinRequest]) -> int:
         """Returns how many of the members that stay can form a generation, senior ones first."""
-        return largest_size(staying, self.limit, micro_batches=self.micro_batches, shard_size=self.shard_size)
+        return largest_size(staying, self.max_size, micro_batches=self.micro_batches, shard_size=self.shard_size)
 
 
 def reason_for(before: FormedGeneration | None, failure: str | None, after: Set[str], *, handover_only: bool) -> str:
@@ -162,7 +164,7 @@ def held_of(request: JoinRequest, progress: Progress | None, num: int) -> tuple[
 
 
 def is_committed(requests: list[JoinRequest]) -> bool:
-    """Whether one of the requesting members has committed the newest state among them, or that before its step."""
+    """Whether a member has committed the newest state. Between updates of a step, the state before the step counts."""
     newest = newest_of(requests)
     return newest is None or any(request.committed == newest[0] for request in requests)
 
@@ -181,7 +183,7 @@ def select_with_newest(requests: list[JoinRequest], most: int) -> list[JoinReque
 
 
 def replicas_last(requests: list[JoinRequest]) -> list[JoinRequest]:
-    """Returns requests with those last whose shards of the newest state others hold, too; otherwise in their order."""
+    """Moves requests to the end if requests before them hold all their shards of the newest state."""
     newest = newest_of(requests)
     held = set[int]()
     needed = list[JoinRequest]()

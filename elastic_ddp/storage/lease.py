@@ -5,8 +5,8 @@ Each acquisition has a number, its term, and the newest term is valid. A driver 
 term, which only one driver can do, and releases it by marking its term as released. Older objects are deleted. The term
 is also the number of the driver's session: sessions are in the order of their terms, whatever the clocks show.
 
-The process of a holder shows whether it is alive, if it can be seen from here. Otherwise its counter does, so the
-clocks of machines are never compared.
+If the holder's process is visible from this machine, the process shows whether the holder lives. Otherwise the counter
+of the lease shows it, so the clocks of machines are never compared.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ class DriverLease:
     """This driver's lease on a run. `acquire` takes it, and the end of the `with` block releases it.
 
     Attributes:
-        session: the unique name of this start of the driver, as in its ledger; empty before `acquire`.
+        session: the unique name of this session in the run's ledger; empty before `acquire`.
         replaced: set when another driver has taken over the run, and never cleared.
 
     Args:
@@ -131,7 +131,7 @@ class DriverLease:
         run_name: the run's name, for messages.
         name_session: returns a new name for a session with this number.
         notify: shows a message at the driver's terminal.
-        after: the number of the newest session in the ledger: a person may have deleted all leases of the run.
+        after: the newest session's number in the ledger, in case a person deleted all leases.
         driver: the driver that takes the lease; by default this process.
         clock: a monotonic clock, in seconds.
     """
@@ -189,7 +189,7 @@ class DriverLease:
         while True:
             newest = _read_newest(self._storage)
             previous = None if newest is None or newest.released else newest
-            if previous is not None and not self._has_expired(previous):
+            if previous is not None and not self._wait_until_expired(previous):
                 continue
             if self._create_term(max(newest.term if newest else 0, self._after) + 1):
                 break
@@ -249,8 +249,12 @@ class DriverLease:
                     _log.warning("the lease on run %r cannot be renewed: %s", self._run_name, error)
                 self._is_failing = True
 
-    def _has_expired(self, lease: _Lease) -> bool:
-        """Returns whether a lease's holder is dead, False if the lease has changed hands; raises if it is alive."""
+    def _wait_until_expired(self, lease: _Lease) -> bool:
+        """Returns True once the holder is dead, and False if the lease changed hands.
+
+        Raises:
+            ConfigError: the holder lives.
+        """
         is_alive = lease.driver.is_alive()
         if is_alive:
             raise self._refusal(lease.driver)

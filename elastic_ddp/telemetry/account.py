@@ -1,4 +1,7 @@
-"""A worker's account of one generation: how many seconds went into each phase. `goodput` combines the accounts."""
+"""A worker's account of one generation: how many seconds went into each phase. `goodput` combines the accounts.
+
+These phases divide the time of a generation. The phases of a step, in `telemetry/phases.py`, divide the time of a step.
+"""
 
 from __future__ import annotations
 

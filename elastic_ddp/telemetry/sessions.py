@@ -1,6 +1,6 @@
 """The sessions of a run and their generations, from one pass over the events of its ledger.
 
-Summary, goodput, scaling and the report start from them.
+Summary, goodput, scaling and the report use these sessions.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Generation:
     waited_s: float
     starts_without_state: bool
     first_step: int
-    """Steps done in the state that it started from; in the newest commit until a member reports the step."""
+    """Steps done in the starting state. Until a member reports this number, the newest commit's step."""
     last_step: int
     """Steps done in it as far as its members reported them."""
     account: Account = field(default_factory=dict)
@@ -47,7 +47,7 @@ class Generation:
     ended_by: str | None = None
     """Why it ended, if a member reported that."""
     has_survivor: bool = False
-    """Whether a member reported its end, or came from it to the rendezvous."""
+    """Whether a member of the generation reported its end, or joined again with an account of it."""
     first_step_s: float | None = None
 
     @property

@@ -15,10 +15,11 @@ from elastic_ddp.telemetry.event import AgreedEvent, Event
 
 KINDS: tuple[type[Exception], ...] = (ConfigError, StorageError, CheckpointError, PeerFailedError)
 """The errors that ranks agree on. If ranks report different errors, all raise the one that comes first here:
-configuration and storage errors, then a damaged commit, then garbled messages, which a failed read causes."""
+configuration and storage errors, then a damaged commit. Last come bytes that changed between ranks: a failed read can
+cause them."""
 
 KEPT = 64
-"""Number of newest events that a rank keeps. Rank 0 sends its reports in the background, so it may die with several."""
+"""Number of newest events that a rank keeps. Rank 0 may die with several unsent events."""
 
 E = TypeVar("E", bound=Exception)
 
@@ -65,10 +66,10 @@ def _kind(error: Exception) -> str:
 
 
 class AgreedEvents:
-    """Records facts that all ranks know, for example the loss of a step, once.
+    """Records every fact that all ranks know, for example the loss of a step, exactly once.
 
-    Rank 0 reports it. The other ranks keep each event, because one of them may become rank 0 after rank 0 died with
-    unsent events. The rendezvous drops those that it has.
+    Rank 0 reports the event. The other ranks keep it, because one of them may become rank 0 after rank 0 died with
+    unsent events. The rendezvous drops events that it already has.
     """
 
     def __init__(self, record: Callable[[Event], object]) -> None:
@@ -84,6 +85,6 @@ class AgreedEvents:
             self._record(event)
 
     def report_again(self) -> None:
-        """Reports the newest events for the rank 0 of earlier generations. The rank that follows it calls this."""
+        """Reports the newest events again. A new rank 0 calls this, because the former rank 0 may have died."""
         for event in self.newest:
             self._record(event)

@@ -246,7 +246,7 @@ class Generation:
             self.group.vote()
 
     def abort(self) -> None:
-        """Ends every wait of this rank, and of its peers for it. Any thread may call it."""
+        """Ends every wait of this rank for peers or data, and every wait of peers for this rank. Thread-safe."""
         self.group.abort()
         self.feed.interrupt()
         evaluation_feed = self.evaluation_feed  # the training thread may set it to None

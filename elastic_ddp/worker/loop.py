@@ -147,7 +147,8 @@ class Loop:
             if step.has_progressed:
                 membership.failures.reset()
             membership.failures.record(step.index, f"step {step.index}", failure)
-            if membership.generation is generation or self.state.is_torn:  # not if an evaluation has joined another one
+            # An evaluation in this step may have joined the next generation already.
+            if membership.generation is generation or self.state.is_torn:
                 membership.peer_failed(failure, in_step=True)
 
     def _warn(self) -> None:
@@ -337,7 +338,7 @@ class Loop:
         self._step = None
         if step is None:
             return None
-        is_current = step.generation is membership.generation  # otherwise an evaluation joined another one
+        is_current = step.generation is membership.generation  # otherwise an evaluation joined the next one
         outcome = step.outcome
         failure = outcome.failure or (self._end_step(step, more_steps=False) if outcome.is_done else None)
         if failure is not None:

@@ -1,8 +1,8 @@
 """The weights of losses, and `LossScale`, the dynamic loss scale of fp16, by the rule of `torch.amp.GradScaler`.
 
 Float16 rounds small gradients to zero. So the loss is multiplied by a scale before the backward, and the reduced
-gradients are divided by it. If they overflow, the step is skipped and the scale is halved. After `GROWTH_INTERVAL`
-steps without overflow it is doubled. Powers of two scale without rounding.
+gradients are divided by the scale. If the gradients overflow, the step is skipped and the scale is halved. After
+`GROWTH_INTERVAL` steps without overflow, the scale is doubled. Powers of two scale without rounding.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from elastic_ddp.worker.logged_values import is_one_number
 
 GROWTH_INTERVAL = 2000
 MAX_SCALE, MIN_SCALE = 2.0**100, 2.0**-14
-"""Gradients that overflow at the smallest scale have another cause than float16."""
+"""An overflow at the smallest scale has another cause than float16."""
 
 
 @dataclass(frozen=True)
@@ -27,8 +27,8 @@ class LossScale:
     growth_tracker: int = 0
     """Steps without overflow since the scale last changed."""
     weight_unit: float = 1.0
-    """Weights of losses are divided by this power of two in the backward; see `unit_of`. 0 if the first weight of the
-    run was 0, until a step has others."""
+    """Weights of losses are divided by this power of two in the backward; see `unit_of`. After a first weight of 0, it
+    is 0 until a step with other weights ends."""
 
     @property
     def is_smallest(self) -> bool:

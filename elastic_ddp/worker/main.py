@@ -134,9 +134,9 @@ def _train(loop: Loop, context: WorkerContext) -> tuple[Outcome | None, str | No
             try:
                 return _finish(loop, job.train(Run(loop))), None
             except RestartTraining:
-                pass  # what follows is outside of this block: the traceback keeps what the function has built
+                pass  # the restart is outside of this block: the traceback keeps the function's objects alive
             loop.restart()
-            # Otherwise the restart would need the memory of what the function built twice.
+            # Frees the function's objects before the next call builds new ones.
             gc.unfreeze()
             gc.collect()
             gc.freeze()

@@ -67,7 +67,7 @@ class HostTimer:
 class DeviceTimer:
     """CUDA events on the current stream. An interval between two includes waits of the stream.
 
-    Communication, copies and the host count only while the stream waits for them. Never synchronizes.
+    Communication, copies, and host time count only while the stream waits for this work. Never synchronizes.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -90,7 +90,7 @@ class DeviceTimer:
 
 
 class TraceRange:
-    """A range that ends when the next one begins: of `record_function` while a `torch.profiler` runs, and of NVTX.
+    """A range in traces that ends when the next range begins. An active `torch.profiler` records it, and NVTX on a GPU.
 
     Args:
         on_gpu: whether it is an NVTX range as well, which costs next to nothing without a tool that records it.
@@ -162,10 +162,10 @@ class Utilization:
 
 
 class PhaseClock:
-    """Measures the phases of steps. It is always in one phase, so they add up to the time from step to step.
+    """Measures the phases of steps. The clock is always in one phase, so the phases add up to the time between steps.
 
     The worker calls `begin` in each generation, `follow` with each place that it enters, `step_done`, and `end`. The
-    first two steps of a generation are not measured: it waits for its first rows, and DDP arranges its buckets.
+    first two steps of a generation are not measured: the rank waits for its first rows, and DDP arranges its buckets.
 
     While a `torch.profiler` is active in this process, each step and phase is a range in its trace. On a GPU, they are
     NVTX ranges too.

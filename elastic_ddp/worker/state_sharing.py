@@ -82,7 +82,7 @@ def _share_replica(inputs: GenerationInputs, group: ProcessGroup) -> None:
 
 
 def _shard_whole_state(inputs: GenerationInputs, group: ProcessGroup, strategy: Strategy) -> None:
-    """Shards the state of the newest commit, or of a new run. No rank has more than a unit of the model as a whole."""
+    """Shards the state of the newest commit, or of a new run. No rank holds more than one whole unit at a time."""
     state = inputs.state
     assert state.model is not None
 
@@ -163,7 +163,7 @@ def _move_shards(inputs: GenerationInputs, group: ProcessGroup, strategy: Strate
     has_room = partial(_has_room_for_mirrors, inputs, group)
     device = device_of_shards(inputs.job.config, group.device)
     held = move_shards(state.held or NOTHING, shared, group, device, has_room, inputs.clock.activity.tick)
-    if assignment.only_hands_over:
+    if assignment.ends_after_transfer:
         state.held = held
         state.shards = held.shards
         return
@@ -191,7 +191,7 @@ def _own_shard(group: ProcessGroup) -> Shards:
 
 
 def _has_room_for_mirrors(inputs: GenerationInputs, group: ProcessGroup, num_bytes: int) -> bool:
-    """Returns whether shards are mirrored, for which this rank needs this much memory. Collective."""
+    """Returns whether to mirror the shards. Warns if `num_bytes` for each rank's mirror are not free. Collective."""
     place = group.assignment
     if place.num_shards < place.world_size:  # every shard has replicas
         return False

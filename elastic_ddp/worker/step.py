@@ -83,6 +83,7 @@ class Step:
             error = first_error or error
         was_changing = self._state.is_changing
         self._state.is_changing = False
+        # Without updates, a step stays done if code after `optimize` raises an error of its own.
         if error is not None and (self._num_updates or is_peer_failure(error)):
             self.outcome = self.outcome.failed(error)
         if error is not None and self.outcome.failure is not None:
@@ -364,7 +365,7 @@ class Step:
 
     @property
     def has_progressed(self) -> bool:
-        """Whether an update was done in this run of the block, so that a failure does not repeat the last one."""
+        """Whether this attempt has completed an update, which the next attempt does not repeat after a failure."""
         return len(self._state.updates) > self._plan.first_update
 
     def capture_first_error(self) -> AbstractContextManager[None]:

@@ -1,4 +1,4 @@
-"""`StepPlan`, which the updates of one step share, and `Outcome`, how a step or an update ended."""
+"""`StepPlan`: the plan that all updates of one step share. `Outcome`: the result of a step or of an update."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """How a step, or one of its updates, ended: it is done, or it is repeated because of a failure, or neither yet."""
+    """The result of a step, or of one of its updates: done, to be repeated because of a failure, or neither yet."""
 
     agreed: Agreement | None = None
-    """What all ranks know if it is done; None for an update that was done before the step was repeated."""
+    """The votes and records of all ranks. None before they agree in this attempt, and for a repeated update."""
     loss: float = math.nan
     """The mean loss over the global batch."""
     skip_reason: str | None = None
-    """Why the change was left out."""
+    """Why an update was skipped; None if none was."""
     gathered: Mapping[str, torch.Tensor] | None = None
-    """The rows that `Step.gather` collected; None before the change."""
+    """The rows that `Step.gather` collected; None before the update."""
     phases: Sequence[dict[str, Any]] = ()
     """What all ranks measured since the last logged step."""
     failure: str | None = None
@@ -42,10 +42,11 @@ class Outcome:
 
     @property
     def is_done(self) -> bool:
+        """Whether all ranks agreed on the result in this attempt; False for a repeated update."""
         return self.agreed is not None
 
     def after(self, before: Outcome) -> Outcome:
-        """Returns the outcome of a step up to this update, from the one up to the update before."""
+        """Returns the outcome of a step up to this update. `before` is its outcome up to the previous update."""
         return replace(
             self,
             agreed=self.agreed or before.agreed,
@@ -55,7 +56,7 @@ class Outcome:
         )
 
     def failed(self, error: BaseException) -> Outcome:
-        """Returns the outcome of a step that failed with this error, although updates may have been done."""
+        """Returns the outcome of a step that raised this error. `failure` is set only if the step is to be repeated."""
         failure = format_exception(error) if is_peer_failure(error) else None
         return replace(self, agreed=None, loss=math.nan, failure=failure, dispute=getattr(error, "dispute", None))
 
@@ -75,7 +76,7 @@ class StepPlan:
     Attributes:
         generation: the generation that runs the step.
         rows: the number of rows of each micro-batch, shape (M,).
-        votes: returns this rank's votes.
+        votes: returns this rank's votes on commit, stop, membership change, and more.
         is_logged: whether the values of the step are gathered.
         begin_verification: begins to verify an update, given its strategy and its number; None if the step is not
             verified.
@@ -130,7 +131,7 @@ class StepPlan:
 
     @torch.no_grad()
     def put_back(self, *, with_buffers: bool) -> None:
-        """Restores saved parameters, bit for bit, and the buffers if the step is repeated or left out."""
+        """Restores saved parameters bit for bit. With `with_buffers`, restores the buffers as well."""
         for tensor, saved in [*self._saved_parameters, *(self._saved_buffers if with_buffers else [])]:
             tensor.copy_(saved)
         self._saved_parameters = []

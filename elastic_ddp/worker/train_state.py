@@ -113,7 +113,7 @@ class TrainState:
     is_changing: bool = False
     """Whether a step has begun to change the state and its block has not ended."""
     is_torn: bool = False
-    """Whether a worker failed while a step changed the state. A torn state is discarded."""
+    """Whether the state must be discarded: a worker failed during a change, or a verdict asks for a rollback."""
     guard: StepGuard = field(default_factory=StepGuard, init=False)
 
     @property
@@ -289,8 +289,7 @@ class TrainState:
         self.held = HeldShards.of(self.position.step, self.state_dict(), self.shards, self.layout, self.mirror)
 
     def drop_doubt(self) -> None:
-        """Discards the gradients of a step whose vote failed on this rank, and keeps the shards from before. The step
-        is repeated."""
+        """Discards the gradients, ends the doubt about a step, and keeps this rank's shards as they are now."""
         self.finish_step = None
         self.module.zero_grad(set_to_none=True)
         self.hold()

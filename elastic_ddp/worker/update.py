@@ -40,7 +40,7 @@ class Update:
         name: its name in metrics; "" if the step has a single update.
         loss: the mean loss over the global batch, identical on all ranks; NaN before the change.
         is_repeated: whether the update was done before a worker failed. Its loop over micro-batches yields nothing.
-        skipped: whether the change was left out; see `on_nonfinite`.
+        skipped: whether the update was skipped; see `on_nonfinite`.
         current: the number of the micro-batch that the loop is at; None outside of the loop.
     """
 

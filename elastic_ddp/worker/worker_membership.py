@@ -130,7 +130,7 @@ class WorkerMembership:
             clock=self.clock,
             restore=checkpointer.restore,
             record=client.record,
-            on_forming=lambda group: client.on_failure(group.abort),
+            on_forming=lambda group: client.set_abort(group.abort),
         )
         self._failure: str | None = None  # how a peer failed, until this worker has joined again
         self._preparing_since: float | None = None  # when this worker began to prepare for another generation
@@ -153,7 +153,7 @@ class WorkerMembership:
     # Joining.
 
     def join(self, *, task: str | None = None) -> None:
-        """Joins the next generation that makes steps. If a peer fails while it forms, joins again.
+        """Joins generations until one trains. If a peer fails while a generation forms, joins again.
 
         `task` is the collective task that this worker is in. Raises RestartTraining if the next generation cannot use
         this worker's state.
@@ -166,7 +166,7 @@ class WorkerMembership:
         while self._num_broken < MAX_FORM_ATTEMPTS:
             if self._state.is_torn:
                 step = self._state.position.step
-                _log.warning("step %d failed while it changed the state: %s. Training restarts.", step, self._failure)
+                _log.warning("the state of step %d is discarded: %s. Training restarts.", step, self._failure)
             if self._state.has_lost_shards or self._state.is_torn:
                 raise RestartTraining
             assignment = self._request_assignment(task)
@@ -186,7 +186,7 @@ class WorkerMembership:
                     if not assignment.same_members:
                         self.failures.reset()
                     return
-                if not assignment.only_hands_over:
+                if not assignment.ends_after_transfer:
                     self.commit(may_fail=True)  # if the storage fails it, the members keep the state and rejoin
                 self.leave(intact=True, reason=STATE_TRANSFERRED)
                 self._num_broken = 0 if self._failure is None else self._num_broken
@@ -196,7 +196,7 @@ class WorkerMembership:
                     raise
                 self._failure = format_exception(error)
             # Outside of the except block: the traceback would keep the process group alive.
-            self._client.on_failure(None)
+            self._client.set_abort(None)
             self.leave(intact=False)
         raise WorkersFailedError(
             f"a generation of the same workers failed to form {MAX_FORM_ATTEMPTS} times in a row, though none of them "
@@ -250,7 +250,7 @@ class WorkerMembership:
     def _open(self, assignment: Assignment) -> Generation:
         self.clock.form(self._checkpointer.worked_s)
         generation = self.generation = Generation.open(self._inputs, assignment, self._num_broken)
-        self._client.on_failure(generation.abort)
+        self._client.set_abort(generation.abort)
         self.clock.ready(assignment.generation, self._state.position.step, generation.group.num_collectives)
         self._checkpointer.schedule.generation_formed(assignment.num_nodes)
         was_rank_0 = self._was_rank_0
@@ -405,7 +405,7 @@ class WorkerMembership:
             if reason == PEER_FAILED:
                 self._keep_shards(generation)
             self._checkpointer.generation_ended(intact=intact)
-            self._client.on_failure(None)
+            self._client.set_abort(None)
             if generation.group.rank == 0:
                 step, account = self._state.position.step, self.clock.account.seconds()
                 ended = GenerationEnded(generation=generation.number, last_step=step, reason=reason, account=account)

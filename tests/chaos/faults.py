@@ -21,9 +21,9 @@ import elastic_ddp as ed
 from elastic_ddp.distributed import state_transfer
 from elastic_ddp.ray_internals.drain import drain
 from tests.chaos import hosts
+from tests.inside_run import activity_of, generation_of, is_saving, member_of, rendezvous_client_of, storage_of_commits
 from tests.integration import jobs
 from tests.integration.clusters import parent_of
-from tests.loops import activity_of, generation_of, is_saving, member_of, rendezvous_client_of, storage_of_commits
 
 DRAIN_S = 8.0
 """Deadline of a drained node in seconds."""

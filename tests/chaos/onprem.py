@@ -66,7 +66,7 @@ def wait():
 
 ray.get(wait.remote())
 """
-PROGRAM_FILES = ["tests/__init__.py", "tests/loops.py", "tests/metadata_server.py"]
+PROGRAM_FILES = ["tests/__init__.py", "tests/inside_run.py", "tests/metadata_server.py"]
 PROGRAM_FILES += [f"tests/chaos/{name}.py" for name in ("__init__", "faults", "hosts")]
 PROGRAM_FILES += [f"tests/integration/{name}.py" for name in ("__init__", "clusters", "jobs")]
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from ray.cluster_utils import Cluster
 
-from elastic_ddp.driver.cluster_watch import RECONNECT_TIMEOUT
+from elastic_ddp.driver.cluster_watch import TIMEOUT_VARIABLE
 from tests.chaos.runs import Trial
 from tests.integration import jobs
 from tests.integration.clusters import cluster_of
@@ -29,7 +29,7 @@ RAY_WAITS_S = 24
 @pytest.fixture
 def short_wait(calm: Mapping[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Requested after `calm`, whose Ray is another one."""
-    monkeypatch.setenv(RECONNECT_TIMEOUT, str(RAY_WAITS_S))
+    monkeypatch.setenv(TIMEOUT_VARIABLE, str(RAY_WAITS_S))
 
 
 @pytest.fixture

@@ -29,8 +29,8 @@ from elastic_ddp.storage.storage import Storage
 from elastic_ddp.telemetry import events
 from elastic_ddp.telemetry.event import last_of
 from elastic_ddp.telemetry.ledger import read_ledger
+from tests.inside_run import rendezvous_client_of
 from tests.integration import jobs
-from tests.loops import rendezvous_client_of
 from tests.unit.cluster.test_kubernetes_files import assert_contains
 from tests.unit.ledger_events import ledger_event
 

@@ -20,8 +20,8 @@ from elastic_ddp.errors import ConfigError
 from elastic_ddp.telemetry.description import describe_event
 from tests.chaos import faults
 from tests.chaos.runs import Trial, until
+from tests.inside_run import generation_of
 from tests.integration import clusters, jobs
-from tests.loops import generation_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.chaos, pytest.mark.timeout(600)]
 

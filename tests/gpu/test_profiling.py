@@ -15,8 +15,8 @@ import elastic_ddp as ed
 from elastic_ddp.rendezvous.messages import MemberRequest, ProfileRequest
 from elastic_ddp.storage.storage import Storage
 from elastic_ddp.worker.trace_recording import TraceRecording
+from tests.inside_run import generation_of, rendezvous_client_of
 from tests.integration import jobs
-from tests.loops import generation_of, rendezvous_client_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 

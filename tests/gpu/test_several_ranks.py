@@ -36,7 +36,7 @@ import torch.distributed as dist
 from elastic_ddp.distributed import fsdp_rounds, nccl
 from elastic_ddp.distributed.process_group import ProcessGroup, is_peer_failure
 from elastic_ddp.worker.run import Run
-from tests.loops import generation_of, is_ready_to_change
+from tests.inside_run import generation_of, is_ready_to_change
 from tests.ranks import PROCESSES, run_ranks
 from tests.workers import Workers, running
 

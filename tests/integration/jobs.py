@@ -21,7 +21,7 @@ import pyarrow.parquet as pq
 import torch
 
 import elastic_ddp as ed
-from tests.loops import (
+from tests.inside_run import (
     checkpointer_of,
     is_ready_to_change,
     rendezvous_client_of,

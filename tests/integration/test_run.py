@@ -32,8 +32,8 @@ from elastic_ddp.storage.storage import Storage
 from elastic_ddp.telemetry import read_ledger
 from elastic_ddp.telemetry.events import PhasesMeasured
 from elastic_ddp.worker.job import COMMITS
+from tests.inside_run import state_of
 from tests.integration import jobs
-from tests.loops import state_of
 from tests.single_rank_store import SingleRankStore
 
 pytestmark = pytest.mark.slow

@@ -17,7 +17,7 @@ from elastic_ddp.storage.storage import Storage
 from elastic_ddp.worker.job import COMMITS
 from elastic_ddp.worker.run import Run
 from elastic_ddp.worker.step import Step
-from tests.loops import wait_for_save
+from tests.inside_run import wait_for_save
 from tests.single_rank_store import SingleRankStore
 
 RUNNING: Any = SimpleNamespace(aborted=False)

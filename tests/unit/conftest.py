@@ -21,7 +21,7 @@ from elastic_ddp.storage.storage import Storage
 from elastic_ddp.worker.job import Job
 from elastic_ddp.worker.loop import Loop
 from elastic_ddp.worker.run import Run
-from tests.loops import leave
+from tests.inside_run import leave
 from tests.ranks import empty_store
 from tests.unit.faulty import QUICK, Died
 from tests.unit.inprocess_rendezvous import FAKE_RAY, InProcessRendezvous

@@ -30,7 +30,7 @@ from elastic_ddp.worker.generation import Generation
 from elastic_ddp.worker.run import Run
 from elastic_ddp.worker.step import Step
 from elastic_ddp.worker.worker_membership import RestartTraining
-from tests.loops import finish, leave, rendezvous_client_of, restart
+from tests.inside_run import finish, leave, rendezvous_client_of, restart
 
 CPU = torch.device("cpu")
 PEER_FAILURE = "[gloo/transport/tcp/pair.cc] Connection closed by peer"
@@ -114,7 +114,7 @@ class FakeClient:
     def answer(self, number: int, **answer: Any) -> None:
         self.answers.append((number, answer))
 
-    def on_failure(self, cut: Callable[[], None] | None) -> None: ...
+    def set_abort(self, cut: Callable[[], None] | None) -> None: ...
 
     def events_of(self, name: str) -> list[dict[str, Any]]:
         return [event for event in self.events if event["event"] == name]

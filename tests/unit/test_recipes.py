@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from elastic_ddp.data.micro_batches import MicroBatch
-from tests.loops import finish
+from tests.inside_run import finish
 from tests.unit.single_worker import FakeFeed, NewRun, evaluate_with
 
 PAGES = sorted((Path(__file__).parents[2] / "docs/guides").glob("recipes*.md"))

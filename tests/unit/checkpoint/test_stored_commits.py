@@ -23,7 +23,7 @@ from elastic_ddp.telemetry import read_ledger, summarize
 from elastic_ddp.worker.generation import strategy_of
 from elastic_ddp.worker.job import COMMITS
 from elastic_ddp.worker.restore import restore
-from tests.loops import finish
+from tests.inside_run import finish
 from tests.ranks import run_ranks
 from tests.unit.distributed.test_fsdp import prepared as prepared_shards
 from tests.unit.distributed.test_fsdp import train_on

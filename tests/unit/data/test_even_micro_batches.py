@@ -14,7 +14,7 @@ from elastic_ddp.errors import ConfigError
 from elastic_ddp.rendezvous.actor import Rendezvous
 from elastic_ddp.rendezvous.messages import RendezvousOptions
 from elastic_ddp.worker.loop import Loop
-from tests.loops import job_of
+from tests.inside_run import job_of
 from tests.unit.membership_harness import FAILED, MembershipHarness, ids_of
 from tests.unit.rendezvous_harness import Play, events_of, started
 from tests.unit.single_worker import FakeClient, NewRun, client_of, train

@@ -10,7 +10,7 @@ import ray
 
 from elastic_ddp import RunConfig
 from elastic_ddp.config.capacity import ClusterUse
-from elastic_ddp.driver.cluster_watch import LATE_S, READ_S, RECONNECT_TIMEOUT, REPEAT_S, GcsWatch, WaitWatch
+from elastic_ddp.driver.cluster_watch import LATE_S, READ_S, REPEAT_S, TIMEOUT_VARIABLE, GcsWatch, WaitWatch
 
 CONFIG = RunConfig(
     name="lm", storage="runs", steps=1, global_batch_size=8, micro_batch_size=1, min_workers=2, max_workers=4
@@ -55,7 +55,7 @@ def test_a_gcs_that_does_not_return_is_lost_before_ray_ends_its_processes(
     monkeypatch: pytest.MonkeyPatch, ray_waits_s: int | None
 ) -> None:
     if ray_waits_s is not None:
-        monkeypatch.setenv(RECONNECT_TIMEOUT, str(ray_waits_s))
+        monkeypatch.setenv(TIMEOUT_VARIABLE, str(ray_waits_s))
     unit = (ray_waits_s or 60) / 60
     gcs = Gcs()
     gcs.error = ConnectionRefusedError()

@@ -16,7 +16,7 @@ from elastic_ddp.driver import session as session_module
 from elastic_ddp.driver.start_checks import check_identity, check_runtime_env
 from elastic_ddp.errors import ConfigError
 from elastic_ddp.storage.storage import Storage
-from tests.loops import finish, job_of
+from tests.inside_run import finish, job_of
 from tests.unit.driver.test_session import session_of
 from tests.unit.inprocess_rendezvous import InProcessRendezvous
 from tests.unit.single_worker import NewRun, compute_gradients, prepared

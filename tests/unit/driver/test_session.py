@@ -29,7 +29,7 @@ from elastic_ddp.telemetry.description import describe_event
 from elastic_ddp.telemetry.event import PEER_FAILED, Event
 from elastic_ddp.telemetry.events import CommitSucceeded
 from elastic_ddp.telemetry.ledger import read_ledger
-from tests.loops import job_of
+from tests.inside_run import job_of
 from tests.unit.inprocess_rendezvous import FAKE_RAY, InProcessRendezvous
 from tests.unit.ledger_events import ledger_event
 from tests.unit.rendezvous_harness import member

@@ -16,7 +16,7 @@ from elastic_ddp.checkpoint import Save
 from elastic_ddp.rendezvous.hang import Activity, HangDetector
 from elastic_ddp.storage.storage import Storage
 from elastic_ddp.worker.run import Run
-from tests.loops import checkpointer_of, is_durable, job_of
+from tests.inside_run import checkpointer_of, is_durable, job_of
 from tests.saving import LocalMailbox
 from tests.unit.checkpoint.test_checkpoint import make_state
 from tests.unit.single_worker import NewRun, client_of, prepared, train

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from elastic_ddp.rendezvous.hang import Activity
 from elastic_ddp.telemetry.account import Account, Phase
-from tests.loops import set_clock
+from tests.inside_run import set_clock
 from tests.unit.single_worker import PEER_FAILURE, NewRun, client_of, prepared
 
 

@@ -18,7 +18,7 @@ from elastic_ddp.rendezvous.snapshot import Snapshot
 from elastic_ddp.telemetry.events import StepsCompleted
 from elastic_ddp.worker.agreement import AgreedEvents, agree_on_error
 from elastic_ddp.worker.run import Run
-from tests.loops import measure, rendezvous_client_of
+from tests.inside_run import measure, rendezvous_client_of
 from tests.ranks import run_ranks
 from tests.unit.single_worker import CPU, prepared
 from tests.workers import running

@@ -20,7 +20,7 @@ from elastic_ddp.storage.storage import Storage
 from elastic_ddp.worker import commit_schedule
 from elastic_ddp.worker.job import COMMITS
 from elastic_ddp.worker.step import Step
-from tests.loops import checkpointer_of, fake_weights, job_of, leave, wait_for_save
+from tests.inside_run import checkpointer_of, fake_weights, job_of, leave, wait_for_save
 from tests.unit.commit_helpers import (
     break_storage,
     commit,

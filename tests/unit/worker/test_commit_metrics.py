@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from elastic_ddp.worker.run import Run
-from tests.loops import checkpointer_of, finish, leave, restart, state_of, wait_for_save
+from tests.inside_run import checkpointer_of, finish, leave, restart, state_of, wait_for_save
 from tests.unit.commit_helpers import break_storage, metrics_by_step, newest_record, wait_for_saves
 from tests.unit.single_worker import (
     PEER_FAILURE,

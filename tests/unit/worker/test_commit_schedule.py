@@ -13,7 +13,7 @@ from elastic_ddp.checkpoint.interval import FIRST_INTERVAL_S
 from elastic_ddp.config.run_config import CheckpointConfig
 from elastic_ddp.worker.commit_schedule import MAX_SAVE_BACKOFF_S, SAVE_BACKOFF_S, CommitSchedule
 from elastic_ddp.worker.step import Step
-from tests.loops import checkpointer_of, wait_for_save
+from tests.inside_run import checkpointer_of, wait_for_save
 from tests.unit.commit_helpers import delay_writes, newest_record, wait_for_saves
 from tests.unit.single_worker import NewRun, PeerFailures, client_of, train, train_and_count
 

@@ -18,7 +18,7 @@ from elastic_ddp.errors import ConfigError
 from elastic_ddp.worker import evaluation
 from elastic_ddp.worker.evaluated_values import Unmeasured
 from elastic_ddp.worker.step import Step
-from tests.loops import checkpointer_of
+from tests.inside_run import checkpointer_of
 from tests.ranks import run_ranks
 from tests.unit.rank_steps import config_of, run_steps
 from tests.unit.single_worker import FakeFeed, FakeIndex, Model, NewRun, client_of, evaluate_with, fake_feed, take_steps

@@ -15,7 +15,7 @@ from elastic_ddp.worker import loss_scale
 from elastic_ddp.worker.loss_scale import MIN_SCALE, LossScale
 from elastic_ddp.worker.run import Run
 from elastic_ddp.worker.step import Step
-from tests.loops import finish, state_of
+from tests.inside_run import finish, state_of
 from tests.ranks import run_ranks
 from tests.unit.rank_steps import config_of, run_steps
 from tests.unit.single_worker import Model, NewRun, client_of

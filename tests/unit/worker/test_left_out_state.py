@@ -20,7 +20,7 @@ from elastic_ddp.worker.job import COMMITS
 from elastic_ddp.worker.restore import restore
 from elastic_ddp.worker.run import Run
 from elastic_ddp.worker.train_state import TrainState
-from tests.loops import finish, leave
+from tests.inside_run import finish, leave
 from tests.ranks import run_ranks
 from tests.single_rank_store import SingleRankStore
 from tests.unit.checkpoint.test_fsdp_commits import save

@@ -17,7 +17,7 @@ from elastic_ddp.worker import checkpointing
 from elastic_ddp.worker.checkpointing import Checkpointer
 from elastic_ddp.worker.run import Run
 from elastic_ddp.worker.step import Step
-from tests.loops import checkpointer_of, restart, state_of
+from tests.inside_run import checkpointer_of, restart, state_of
 from tests.ranks import single_rank_group
 from tests.single_rank_store import SingleRankStore
 from tests.unit.checkpoint.test_checkpoint import corrupt

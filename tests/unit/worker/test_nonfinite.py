@@ -18,7 +18,7 @@ from elastic_ddp.telemetry.event import parse
 from elastic_ddp.telemetry.summary import summarize
 from elastic_ddp.worker.run import Run
 from elastic_ddp.worker.step import Step
-from tests.loops import finish, micro_batch_of, state_of, wait_for_save
+from tests.inside_run import finish, micro_batch_of, state_of, wait_for_save
 from tests.ranks import run_ranks
 from tests.unit.commit_helpers import commits_in
 from tests.unit.rank_steps import config_of, run_steps

@@ -18,7 +18,7 @@ from elastic_ddp.errors import CheckpointError, ConfigError
 from elastic_ddp.worker.optimizer_state import load_named_state, named_state
 from elastic_ddp.worker.run import Run
 from elastic_ddp.worker.train_state import TrainState
-from tests.loops import finish, leave
+from tests.inside_run import finish, leave
 from tests.ranks import run_ranks
 from tests.unit.checkpoint.test_fsdp_commits import ROWS, save
 from tests.unit.distributed.test_fsdp import OPTIMIZERS, train_on

@@ -17,7 +17,7 @@ from elastic_ddp.telemetry.event import parse
 from elastic_ddp.worker import profiling, trace_recording
 from elastic_ddp.worker.run import Run
 from elastic_ddp.worker.step import Step
-from tests.loops import close_profiler, job_of, leave
+from tests.inside_run import close_profiler, job_of, leave
 from tests.ranks import run_ranks
 from tests.unit.single_worker import NewRun, PeerFailures, client_of, train
 from tests.unit.worker.test_torn_steps import run_of_two

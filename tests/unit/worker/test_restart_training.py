@@ -25,7 +25,7 @@ from elastic_ddp.worker.run import Run
 from elastic_ddp.worker.state_sharing import GenerationInputs
 from elastic_ddp.worker.step import Step
 from elastic_ddp.worker.worker_membership import RestartTraining
-from tests.loops import finish, leave, restart, set_clock, state_of, wait_for_save
+from tests.inside_run import finish, leave, restart, set_clock, state_of, wait_for_save
 from tests.unit.single_worker import (
     PEER_FAILURE,
     FakeClient,
@@ -341,7 +341,7 @@ def test_a_newcomer_that_warmed_up_and_finds_no_state_restarts_and_keeps_its_pla
     again = restart(run)
     if peer_fails:
         aborts = iter([True])
-        monkeypatch.setattr(client, "on_failure", lambda abort: abort() if abort and next(aborts, False) else None)
+        monkeypatch.setattr(client, "set_abort", lambda abort: abort() if abort and next(aborts, False) else None)
     torch.manual_seed(0)  # as `new_run` does
     assert train(again) == train(new_run(folder="undisturbed"))
     assert [failure is not None for failure in client.failures] == ([False, True] if peer_fails else [False])

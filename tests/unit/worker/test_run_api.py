@@ -14,7 +14,7 @@ from elastic_ddp.errors import CheckpointError
 from elastic_ddp.rendezvous.client import RunStopped
 from elastic_ddp.worker.run import Run
 from elastic_ddp.worker.step import Step
-from tests.loops import finish
+from tests.inside_run import finish
 from tests.unit.commit_helpers import newest_record, wait_for_saves
 from tests.unit.single_worker import (
     Model,

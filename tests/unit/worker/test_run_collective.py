@@ -24,7 +24,7 @@ from elastic_ddp.worker.generation import Generation
 from elastic_ddp.worker.run import Run
 from elastic_ddp.worker.step import Step
 from elastic_ddp.worker.worker_membership import ConsecutiveFailures, RestartTraining
-from tests.loops import finish, state_of
+from tests.inside_run import finish, state_of
 from tests.unit.commit_helpers import commits_in
 from tests.unit.single_worker import (
     PEER_FAILURE,

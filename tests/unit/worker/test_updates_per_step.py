@@ -23,7 +23,7 @@ from elastic_ddp.worker.run import Run
 from elastic_ddp.worker.step import Step
 from elastic_ddp.worker.step_plan import StepPlan
 from elastic_ddp.worker.train_state import TrainState
-from tests.loops import finish
+from tests.inside_run import finish
 from tests.ranks import run_ranks
 from tests.unit.rank_steps import open_generation
 from tests.unit.single_worker import CPU, NewRun, PeerFailures, restarting

@@ -19,7 +19,7 @@ from elastic_ddp.errors import ConfigError
 from elastic_ddp.storage.storage import Storage
 from elastic_ddp.worker.job import COMMITS
 from tests.fsdp_workers import hashes, wait_for_size
-from tests.loops import member_of
+from tests.inside_run import member_of
 from tests.unit.single_worker import CPU
 from tests.workers import Workers, running
 

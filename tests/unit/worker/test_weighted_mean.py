@@ -17,7 +17,7 @@ from elastic_ddp.errors import ConfigError
 from elastic_ddp.tensors.state_tree import gather_full
 from elastic_ddp.worker.loss_scale import LossScale
 from elastic_ddp.worker.step import Step
-from tests.loops import finish, micro_batch_of, state_of
+from tests.inside_run import finish, micro_batch_of, state_of
 from tests.ranks import run_ranks
 from tests.unit.rank_steps import config_of, run_steps
 from tests.unit.single_worker import Model, NewRun, client_of, fake_feed, prepared

@@ -31,7 +31,7 @@ from elastic_ddp.worker import main
 from elastic_ddp.worker.job import COMMITS, WorkerContext
 from elastic_ddp.worker.loop import Loop
 from elastic_ddp.worker.run import Run
-from tests.loops import job_of, rendezvous_client_of, wait_for_save
+from tests.inside_run import job_of, rendezvous_client_of, wait_for_save
 from tests.unit.inprocess_rendezvous import InProcessRendezvous
 from tests.unit.rendezvous_harness import OPTIONS
 from tests.unit.single_worker import (

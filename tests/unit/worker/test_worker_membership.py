@@ -18,7 +18,7 @@ from elastic_ddp.rendezvous.messages import PlannedAssignment
 from elastic_ddp.seeding import seed_all
 from elastic_ddp.worker.run import Run
 from elastic_ddp.worker.step import Step
-from tests.loops import set_device, wait_for_save, warm_up
+from tests.inside_run import set_device, wait_for_save, warm_up
 from tests.unit.single_worker import (
     PEER_FAILURE,
     FakeFeed,

@@ -1,4 +1,7 @@
-"""Functions with which tests drive the worker behind a `Run`. Names inside of a loop or a step are here alone."""
+"""Functions with which tests drive the worker behind a `Run`.
+
+Only this file uses private names of `Run` and `Step`. Some tests also replace public attributes of `Loop`.
+"""
 
 from __future__ import annotations
 
