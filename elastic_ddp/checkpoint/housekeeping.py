@@ -1,6 +1,6 @@
-"""Removes what no commit needs: after each commit of a run, and for `elastic-ddp checkpoints prune`.
+"""Removes objects that no commit needs: after each commit of a run, and for `elastic-ddp checkpoints prune`.
 
-`retention` decides what goes.
+`retention` decides which objects to remove.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ class MeasuredInterval:
 
     Args:
         interval: "auto" for Young's interval.
-        max_overhead: a bound on it; without "auto", it alone determines the interval.
+        max_overhead: largest fraction of the time that stalls may take; without "auto", it alone sets the interval.
         clock: a monotonic clock, in seconds.
     """
 

@@ -1,6 +1,6 @@
 """Pieces of objects, and the tensors that a restore fills from them.
 
-A piece is neighboring blocks of a commit that are read, and sent between ranks, at once.
+A piece has neighboring blocks of a commit. A rank reads a piece, and sends it to other ranks, as a whole.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from elastic_ddp.storage.local import is_temporary
 
 @dataclass(frozen=True, kw_only=True)
 class Retention:
-    """Which commits stay when a newer one is complete. The newest always does."""
+    """The rule for which commits stay when a newer commit is complete. The newest commit always stays."""
 
     last: int
     """Number of newest commits."""
@@ -82,7 +82,7 @@ Kind = Literal["commit", "set aside", "orphan"]
 
 @dataclass(frozen=True)
 class Removal:
-    """Something that no commit needs, with all its bytes."""
+    """A commit or an attempt to remove, with all its bytes."""
 
     what: Kind
     step: int
@@ -101,7 +101,7 @@ class Removals:
 
     items: list[Removal]
     uploads: list[Upload]
-    """Unfinished writes to these attempts, and old ones."""
+    """Unfinished writes to these attempts, and old unfinished writes of the run."""
     committed: set[int]
     """The steps with a manifest in the listing."""
 

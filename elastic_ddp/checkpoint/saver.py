@@ -78,7 +78,7 @@ class Save:
     on_end: Callable[[Commit | Exception], None]
     """On rank 0: called with the outcome, in the saving thread."""
     on_reject: Callable[[str, str], object] = lambda key, reason: None
-    """On rank 0: called in that thread with the key of a bad commit at this step, and the reason."""
+    """On rank 0: called in the saving thread with the key of a bad commit at this step, and the reason."""
     is_current: Callable[[], bool] = lambda: True
     """On rank 0: returns whether the generation in which the save began is still running."""
 

@@ -2,8 +2,8 @@
 
 That takes tens of microseconds of the host, longer than the launch of a kernel. Torch checks only once, at the first
 call, that the variable allows deterministic results. Afterwards, it only sets the size of the workspace that torch
-gives to cuBLAS, which on Hopper is 32 MiB with `:4096:8` and without it. So there it may be removed: no bit changes.
-It stays for models with recurrent layers: cuDNN calls cuBLAS itself, without that workspace.
+gives to cuBLAS. On Hopper, this size is 32 MiB with `:4096:8` and without the variable, so the variable can be removed:
+no bit changes. It stays for models with recurrent layers: cuDNN calls cuBLAS itself, without torch's workspace.
 
 Sources: `getChosenWorkspaceSize` and `alertCuBLASConfigNotDeterministic` of torch 2.11; torch 2.13 keeps the size
 (https://github.com/pytorch/pytorch/pull/177912).

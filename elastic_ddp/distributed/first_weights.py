@@ -20,7 +20,7 @@ initialized the tensor. Torch does not count changes of `tensor.data`."""
 
 
 class FirstWeights:
-    """Makes and initializes the tensors of modules; what random numbers a module gets depends on its name only.
+    """Makes and initializes the tensors of modules; the random numbers that a module gets depend on its name only.
 
     Args:
         seed: of the run.

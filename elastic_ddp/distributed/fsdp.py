@@ -3,7 +3,8 @@
 It uses FSDP2, `torch.distributed.fsdp.fully_shard`. The forward and backward of a unit gather its parameters from all
 ranks, so all ranks must run the same number of them; see `fsdp_rounds`. A group of another size needs other shards:
 when workers join or leave as planned, rows move between the ranks (`shard_moves`), and the model is sharded again.
-A new run shards what the ranks built, unit by unit: of a model on the meta device, a rank never has more as a whole.
+A new run shards the model that the ranks built, unit by unit. With a model on the meta device, a rank never holds more
+than one whole unit.
 """
 
 from __future__ import annotations

@@ -58,7 +58,7 @@ class Round:
 
 
 class _Collective:
-    """The allocation that FSDP2 requests from both kinds."""
+    """The allocation that FSDP2 requests from `Gather` and `Reduction`."""
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.empty(*size, dtype=dtype, device=device)

@@ -1,9 +1,9 @@
 """Waits for gloo's messages, which an abort ends.
 
-When a connection breaks, gloo forgets the message of which a part has been sent or received: `Pair::signalException` in
-its `transport/tcp/pair.cc` visits only messages of which nothing has. Only the group's timeout would then end the wait
-for it, since no connection is left that an abort could shut down. An all-reduce has several messages in flight and is
-not affected.
+When a connection breaks, gloo forgets a message that it has sent or received in part: `Pair::signalException` in its
+`transport/tcp/pair.cc` visits only messages that have not begun. Only the group's timeout would then end the wait for
+the message, since no connection is left that an abort could shut down. An all-reduce has several messages in flight and
+is not affected.
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ def ignore(phase: str) -> str:
 
 
 class Marks(NamedTuple):
-    """Of some tensors, numbers of which one differs after a gradient was changed in place or replaced."""
+    """Numbers for each of some tensors. One differs after a gradient was changed in place or replaced."""
 
     tensors: list[int]
     gradients: list[int]

@@ -53,7 +53,7 @@ class Attempts:
     """Workers that have not joined the run yet."""
     num_failed_starts: int = 0
     _in_last_start: list[str] = field(default_factory=list)
-    """Workers that were starting when the newest start failed: their failures are the same attempt."""
+    """Workers that were starting when the newest start failed: their failures count as the same attempt."""
 
     def record(self, membership: Membership, member: str, how: str, now_s: float, *, is_hang: bool = False) -> None:
         """Records that a member is failing, unless it or its node was to leave, or the run does not need it."""
@@ -151,7 +151,7 @@ class Attempts:
 
 @dataclass
 class Shortfall:
-    """The number of workers before the first failure since the run was at full strength, and when that failure was."""
+    """The number of workers before the first failure since the run was at full strength, and the failure's time."""
 
     world_size: int = 0
     """0 at full strength."""

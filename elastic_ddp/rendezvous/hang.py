@@ -1,6 +1,6 @@
 """Finds workers that hang. Each worker counts the work that it completes; a count that stands still means a hang.
 
-The places where workers wait tell which worker causes it. No Ray, and clocks are arguments.
+The places where workers wait show which worker causes the hang. No Ray, and clocks are arguments.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def _zero() -> float:
 
 
 class Activity:
-    """The work of a worker's training thread. That thread updates it; any thread may read it, without a lock."""
+    """The work of a worker's training thread. Only that thread updates it; any thread may read it, without a lock."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._report = AT_THE_START

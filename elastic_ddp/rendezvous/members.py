@@ -17,7 +17,7 @@ OVERDUE = "the drain deadline of a member was near"
 
 
 Progress: TypeAlias = tuple[int, int]
-"""How new a state is: the steps done, and the updates done of the step after these."""
+"""How new a state is: the steps done, and the updates done of the next step."""
 
 
 @dataclass(frozen=True)
@@ -34,11 +34,11 @@ class DrainNotice:
         return self.given_s + self.within_s
 
     def is_urgent(self, now_s: float) -> bool:
-        """Whether the first half has passed, in which a replacement may start."""
+        """Whether half of the time has passed. In the first half, a replacement may start."""
         return now_s - self.given_s >= self.within_s / 2
 
     def is_overdue(self, now_s: float) -> bool:
-        """Whether three quarters have passed; from then on the member does not finish its step."""
+        """Whether three quarters of the time have passed; from then on, the member does not finish its step."""
         return self.within_s > 0 and now_s - self.given_s >= 0.75 * self.within_s
 
 
@@ -71,7 +71,7 @@ class JoinRequest:
     step: int | None
     """Steps done in the state that it holds; None if it holds none."""
     updates: int = 0
-    """Updates done of the step after these, if it has several."""
+    """Updates done of the next step, if that step has several."""
     between_steps: bool
     """Whether new members can join it; False inside a collective task (an evaluation), which only the members
     that started it can finish."""

@@ -39,9 +39,9 @@ _SHORTER_BY_S = 1.0
 class Membership:
     """Decides when a generation ends and which members are in the next one.
 
-    A generation ends when a member fails, or when its members were asked to let others join or to leave. The next one
-    forms when every surviving member of the last one waits. It consists of all who wait, newcomers included. A member
-    that counts as failed never joins again, even if its process still runs.
+    A generation ends when a member fails, or when its members were asked to let others join or to leave. The next
+    generation forms when every surviving member of the last generation waits. `Planner` chooses its members from all
+    that wait, newcomers included. A member that counts as failed never joins again, even if its process still runs.
     """
 
     min_workers: int = 1

@@ -54,7 +54,7 @@ class Signals:
     stop: bool = False
     """Commit and stop at the next step boundary."""
     ended: str | None = None
-    """Why the run is over for this member, wherever it is; None if it is not."""
+    """Why the run is over for this member, at any place of the program; None otherwise."""
     failed_generation: int | None = None
     """Number of the member's generation if one of its members failed: abort its collectives."""
     reconfigure: bool = False
@@ -122,7 +122,7 @@ class RendezvousOptions:
     num_micro_batches: int = 1
     """Number of micro-batches in a step."""
     even_micro_batches: bool = False
-    """Whether each worker must have the same number of them."""
+    """Whether each worker must have the same number of micro-batches."""
     shard_size: int | None = None
     """A generation's size is a multiple of it; 0 for the number of workers on the node with the most, None for any."""
     can_verify: bool = True

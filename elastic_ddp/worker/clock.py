@@ -1,4 +1,4 @@
-"""`WorkerClock`: forwards what a worker begins to hang detection, the measurement of steps, and the account of time."""
+"""`WorkerClock`: reports a worker's places to hang detection, the clock of step phases, and the account of time."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ class Task(NamedTuple):
 
 
 class CollectiveTasks:
-    """One worker's collective tasks. It sends nothing itself: callers exchange the messages."""
+    """One worker's collective tasks. This class sends no messages: its callers exchange them."""
 
     def __init__(self) -> None:
         self._last = Task(-1, False, 0, "")

@@ -19,7 +19,7 @@ SAVE_BACKOFF_S, MAX_SAVE_BACKOFF_S = 5.0, 60.0
 
 
 class CommitSchedule:
-    """Decides on rank 0 when to commit. Every rank keeps one up to date, because it may become rank 0.
+    """Decides on rank 0 when to commit. Every rank keeps its schedule up to date, because it may become rank 0.
 
     Args:
         settings: when to commit.

@@ -32,7 +32,7 @@ _RETURN = (
 
 
 class Unmeasured(float):
-    """NaN for the result of an evaluation that did not run, whatever its form: each of its items is NaN as well."""
+    """The result of an evaluation that did not run: NaN as a number, and NaN as any item of a dict."""
 
     def __getitem__(self, name: str) -> float:
         return math.nan

@@ -1,7 +1,7 @@
 """The hyperparameters of a run: recorded as the code sets them, and compared with the code when the run resumes.
 
 A commit has two values of a learning rate: the value that the training function set, and the scheduled value at the
-commit. The first is compared with the code.
+commit. A resume compares the first value with the code.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class Prepared:
     Attributes:
         optimizer: for each optimizer, the settings of its param_groups.
         scheduler: the states of the schedulers, by key.
-        kind: for each of them, the name of its class.
-        every: for each of them, when `Step.optimize` steps it; None if the training function does.
+        kind: for each scheduler, the name of its class.
+        every: for each scheduler, when `Step.optimize` steps it; None if the training function steps it.
     """
 
     optimizer: list[list[dict[str, Any]]]

@@ -1,4 +1,4 @@
-"""`work`: what a worker process runs, from Ray Train's call to the end of the run."""
+"""`work`: the function that a worker process runs, from Ray Train's call to the end of the run."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 A step changes the state in two halves. Forward, backward, the exchange of gradients and the vote need all ranks; the
 optimizer does not. Before the vote, each rank sends the gradient of its shard to the rank that mirrors it. After the
-vote, both step the same rows with the same gradient: the mirror by a copy of the optimizers.
+vote, both ranks step the same rows with the same gradient. The mirroring rank uses a copy of the optimizers.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ _NOT_COPIED = {"state", "step", *(f"_optimizer_{name}_{when}_hooks" for name in 
 class Mirror:
     """The parameters of the mirrored shard, and a copy of each optimizer that steps them.
 
-    Every rank creates it when it holds its shard, and makes the same calls. `rows` may have the mirrored rows;
-    otherwise their owner sends them.
+    Every rank creates a `Mirror` when it holds its own shard, and makes the same calls. `rows` are the mirrored
+    rows if this rank has them. Otherwise, the rank that owns the mirrored shard sends the rows.
 
     Raises:
         ConfigError: an optimizer cannot be copied, or state_dict() of the model has copies of parameters.

@@ -1,6 +1,7 @@
 """Tensors that a forward uses but the model's `state_dict()` omits: they are part of the run's state, too.
 
-Models with adapters often save their adapters only. The rest must not be what each worker happened to build.
+Models with adapters often save their adapters only. The other tensors must be equal, however each worker built
+the model.
 """
 
 from __future__ import annotations

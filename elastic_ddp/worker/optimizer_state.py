@@ -1,7 +1,7 @@
 """The state of an optimizer by the names of its parameters, as `torch.distributed.checkpoint` writes it.
 
-Torch numbers the parameters in the order in which the optimizer got them. Code that is reorganized, or a `set` of
-parameters, gives another order, and the state of one parameter would go to another.
+Torch numbers the parameters in the order in which the optimizer got them. Reorganized code, or a `set` of
+parameters, gives another order. By number, a parameter would then get the state of another parameter.
 """
 
 from __future__ import annotations

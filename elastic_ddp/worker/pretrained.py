@@ -48,8 +48,8 @@ class PretrainedWeights:
 
     Attributes:
         uri: the run's folder, a file, or the folder of a Hugging Face model.
-        step: of the commit; None for the newest usable one.
-        strict: whether the names of both models must be equal.
+        step: the step of the commit; None for the newest usable commit.
+        strict: whether the model and the saved weights must have the same names.
         key_mapping: renames the tensors.
     """
 
@@ -224,12 +224,12 @@ class Fit:
     """How saved weights fit a model.
 
     Attributes:
-        kind: what the weights are in: a `commit` or a `file`.
-        matching: names that both have, with equal shapes.
+        kind: the source of the weights, `commit` or `file`.
+        matching: names that model and saved weights have, with equal shapes.
         missing: names that only the model has.
         unexpected: names that only the saved weights have.
-        reshaped: for each name with different shapes, what they are.
-        converted: for each name with different dtypes, what they are.
+        reshaped: a sentence for each name whose two shapes differ.
+        converted: a phrase for each matching name whose two dtypes differ.
     """
 
     kind: str

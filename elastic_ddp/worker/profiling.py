@@ -34,7 +34,7 @@ STORE_WITHIN_S = 30.0
 
 @dataclass
 class _Profile:
-    """A request that this rank has received, and how far it is."""
+    """A request that this rank has received, and its progress."""
 
     number: int
     request: ProfileRequest
@@ -44,7 +44,7 @@ class _Profile:
     is_agreed: bool = False
     """Whether all ranks of the request can start."""
     recording: TraceRecording | None = None
-    """Prepared once they agree, and started a step later: the first step after the preparation is slower."""
+    """Prepared once the ranks agree, and started one step later: the first step after the preparation is slower."""
     first_step: int | None = None
     """The first recorded step; None before."""
     next_step: int = 0

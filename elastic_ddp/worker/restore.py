@@ -1,4 +1,4 @@
-"""Restores the newest commit that verifies, on all ranks together. For a new rank 0, finds which one is the newest."""
+"""Restores the newest commit that verifies, on all ranks together. Finds the newest commit for a new rank 0."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationInputs:
-    """What a worker brings into each of its generations."""
+    """The inputs that a worker brings into each of its generations."""
 
     job: Job
     state: TrainState
@@ -150,7 +150,7 @@ def _move_shards(inputs: GenerationInputs, group: ProcessGroup, strategy: Strate
     source = assignment.source
     step = assignment.first_step
     assert resharding is not None and source is not None and step is not None
-    if not resharding.held[group.rank]:  # what this rank may hold is of an earlier step, at which it stood by
+    if not resharding.held[group.rank]:  # this rank stood by, and may hold shards of an earlier step
         state.held = None
         state.finish_step = None
     if state.finish_step is not None and step == state.position.step:

@@ -44,8 +44,8 @@ class Step:
         is_last_of_epoch: whether the epoch ends with this step.
         loss: the mean loss over the global batch, identical on all ranks; NaN before `optimize`. With several updates,
             the loss of the last one.
-        skipped: whether `optimize` left model, optimizers and schedulers unchanged; see `on_nonfinite`. Of several
-            updates, whether one of them did.
+        skipped: whether `optimize` left model, optimizers and schedulers unchanged; see `on_nonfinite`. With several
+            updates, whether one of them was skipped.
     """
 
     def __init__(self, plan: StepPlan, epoch: int) -> None:

@@ -1,4 +1,4 @@
-"""`StepGuard`: refuses training functions that step or change what the run steps."""
+"""`StepGuard`: refuses training functions that step or change the optimizers and schedulers that the run steps."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from elastic_ddp.worker.hyperparameters import steps_taken
 
 
 class StepGuard:
-    """Knows the prepared optimizers and schedulers as the run left them. Before `begin`, optimizers may step."""
+    """Checks that only the run steps prepared optimizers and schedulers. Before `begin`, optimizers may step freely."""
 
     def __init__(self) -> None:
         self._is_stepping = False

@@ -34,8 +34,8 @@ _TRACE, _COMPRESSED, _SNAPSHOT = "trace.json", "trace.json.gz", "memory.pickle"
 class TraceRecording:
     """One recording. Call `start`, and `stop` or `cancel`, in the training thread, and then `export` and `store`.
 
-    Torch has one session of its profiler at a time. To stop a session that another one has replaced stops the other
-    one, and to export it ends the process.
+    Torch has one profiler session at a time. Once another session has replaced this recording's session, stopping the
+    old session would stop the new one, and exporting the old session would end the process.
 
     Args:
         device: the worker's device. The trace of a GPU has its kernels.

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 class Update:
     """One pass over the micro-batches of a step, and the change of the model that it ends in.
 
-    `Step.update` yields one of several. A step without them has a single one, which steps all optimizers.
+    `Step.update` yields each of several updates. A step without it has a single update, which steps all optimizers.
 
     Attributes:
         name: its name in metrics; "" if the step has a single update.

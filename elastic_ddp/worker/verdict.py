@@ -1,9 +1,9 @@
 """Decides from digests which rank is at fault if ranks compute different bits. Without torch.
 
 In a verified step each rank computes a micro-batch of another rank again. The gradient of a micro-batch has the same
-bits on every rank, so one comparison finds a rank that computed a wrong value. If two differ, the step is repeated, and
-all ranks compute that micro-batch several times: the one with which no other rank agrees is at fault. A rank whose
-state differs from the state of all others is at fault, too.
+bits on every rank, so one comparison detects a wrong value. If two ranks differ, the step is repeated, and all ranks
+compute the micro-batch several times. The rank with which no other rank agrees is at fault. A rank whose state differs
+from the state of all other ranks is at fault, too.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Verdict:
     """Micro-batches that all ranks must compute again to find the rank at fault. The step is repeated."""
     at_fault: int | None = None
     suspects: tuple[int, ...] = ()
-    """Two ranks that differ, with no third one to tell which is right; or ranks that differ from themselves."""
+    """Ranks that may be at fault, if the digests do not show a single rank."""
     text: str = ""
 
     @property
@@ -51,9 +51,9 @@ class Report:
     """One rank's findings in a verified step."""
 
     digests: dict[int, list[Digests]] = field(default_factory=dict)
-    """By micro-batch, each time that the rank computed it."""
+    """By micro-batch, the digests of each computation on the rank."""
     state: str = ""
-    """Of parameters, buffers and optimizer state, as the step began."""
+    """The digest of parameters, buffers and optimizer state, as the step began."""
     node: str = ""
     """The address of the rank's node."""
     machine: str = ""

@@ -59,9 +59,9 @@ class Verification:
 
     Attributes:
         number: how many steps were verified before.
-        checks: what is compared.
+        checks: the micro-batches that several ranks compute.
         nodes: the nodes of all ranks, after `conclude`.
-        verified: steps done in the newest verified state, after `conclude` as any rank knows it; None if there is none.
+        verified: steps done in the newest verified state that this rank knows; after `conclude`, that any rank knows.
         dispute: set if the step is repeated to find the rank at fault.
         update: the number of the update, if the step has several.
         act_on: called by `conclude` with the verdict. May raise.
@@ -79,7 +79,7 @@ class Verification:
     nodes: tuple[str, ...] = ()
     _digests: dict[int, list[torch.Tensor]] = field(default_factory=dict)
     _kept: dict[int, tuple[list[int], np.ndarray]] = field(default_factory=dict)
-    """Of micro-batches that others compute again, the sizes of the parts of `packing.dump`, and the parts in a row."""
+    """By micro-batch that other ranks compute again: the sizes of the parts of `packing.dump`, and the joined parts."""
 
     def __post_init__(self) -> None:
         owned = [[m for m in owned if m < self.strategy.num_leaves] for owned in self.strategy.ranges]
@@ -101,7 +101,7 @@ class Verification:
         sizes = {micro_batch: sizes for micro_batch, (sizes, _) in self._kept.items()}
         own = json.dumps([self.dispute is not None, sizes]).encode()
         told = [json.loads(each) for each in group.all_gather_bytes(own)]
-        if len({has_dispute for has_dispute, _ in told}) > 1:  # a rank failed before it knew of it
+        if len({has_dispute for has_dispute, _ in told}) > 1:  # a rank failed before it knew of the dispute
             self.checks = ()
             self.dispute = None
         sizes_of = {int(m): sizes for _, each in told for m, sizes in each.items()}

@@ -29,7 +29,7 @@ OF_COMMIT = -1
 class _LastStep(NamedTuple):
     """The facts about the last step that decide whether the next one is verified.
 
-    They do not refer to the step, which would keep its process group alive.
+    The facts hold no reference to the step, which would keep its process group alive.
     """
 
     generation: int = 0
@@ -63,7 +63,7 @@ class VerifiedSteps:
         self._last = _LastStep()
 
     def begin_step(self, generation: Generation, index: int) -> Callable[[Strategy, int], Verification] | None:
-        """Returns what begins to verify an update of the next step; None if the step is not verified.
+        """Returns the function that begins to verify an update of the next step; None if the step is not verified.
 
         All ranks decide alike. The first step of each generation is verified, too: a device that has joined may compute
         other bits. So is the step after one in which rank 0 voted for it.

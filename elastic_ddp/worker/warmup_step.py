@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 class WarmupStep(Step):
     """A step that ends before the first collective, and is then yielded again as a real step.
 
-    `Run.steps` yields it to a new worker before its first step. The forward and backward of one micro-batch compile
-    what must be compiled and initialize the device. Model and optimizer do not change.
+    `Run.steps` yields it to a new worker before its first step. The forward and backward of one micro-batch
+    trigger compilation and initialize the device. Model and optimizer do not change.
     """
 
     def __init__(

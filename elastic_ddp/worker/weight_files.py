@@ -56,8 +56,8 @@ class WeightFiles:
     """Files that hold the weights of one model.
 
     Attributes:
-        storage: the folder that they are in.
-        names: their names in it.
+        storage: the folder of the files.
+        names: the names of the files in this folder.
     """
 
     storage: WatchedStorage
