@@ -230,7 +230,7 @@ def measure_entry(index: DatasetIndex, pairs: int) -> dict[str, object]:
     for _ in range(4 * pairs + 1):
         for times, step in zip(order, (3 * large.steps_per_epoch, 4 * large.steps_per_epoch - 1), strict=True):
             begin = time.perf_counter()
-            epoch = EpochOrder(groups, 3, seed=0, num_lanes=NUM_MICRO_BATCHES, options=DataConfig())
+            epoch = EpochOrder(plan_of(groups, NUM_MICRO_BATCHES), 3)
             for number in range(NUM_MICRO_BATCHES):
                 chunk = epoch.lane(number).chunk_at(large.span(step, number)[0])
                 chunk.lane.permutation(chunk.window)
@@ -244,6 +244,19 @@ def measure_entry(index: DatasetIndex, pairs: int) -> dict[str, object]:
                 list(feed.step(step))
                 times.append(time.perf_counter() - begin)
     return {"order": compare(*order), "feed": compare(*feeds)}
+
+
+def plan_of(rows_per_group: np.ndarray, num_lanes: int, options: DataConfig | None = None) -> FeedPlan:
+    """The plan of one worker that reads every lane of a data set."""
+    return FeedPlan(
+        rows_per_group=rows_per_group,
+        shape=EpochShape(int(rows_per_group.sum()), num_lanes, MICRO_BATCH_SIZE),
+        seed=0,
+        options=options or DataConfig(),
+        micro_batches=tuple(range(num_lanes)),
+        first_step=0,
+        last_step=0,
+    )
 
 
 def compare(first: list[float], last: list[float]) -> dict[str, float]:
@@ -261,7 +274,7 @@ def measure_memory() -> list[dict[str, object]]:
     for num_rows, num_groups in ((10**4, 10**3), (10**8, 10**3), (10**8, 10**4), (10**8, 10**5)):
         rows_per_group = np.full(num_groups, num_rows // num_groups)
         tracemalloc.start()
-        order = EpochOrder(rows_per_group, 3, seed=0, num_lanes=NUM_MICRO_BATCHES, options=DataConfig())
+        order = EpochOrder(plan_of(rows_per_group, NUM_MICRO_BATCHES), 3)
         lanes = [order.lane(number) for number in range(NUM_MICRO_BATCHES)]
         chunks = [lane.chunk_at(lane.num_rows - 1) for lane in lanes]
         kept = tracemalloc.get_traced_memory()[0]
@@ -282,7 +295,7 @@ def measure_shuffle() -> list[dict[str, float]]:
     for num_lanes, micro_batch_size in ((8, 32), (64, 4)):
         for window in (1, 4, 16):
             options = DataConfig(window_row_groups=window)
-            order = EpochOrder(rows_per_group, 0, seed=0, num_lanes=num_lanes, options=options)
+            order = EpochOrder(plan_of(rows_per_group, num_lanes, options), 0)
             lanes = [rows_of(order.lane(number), num_rows // num_groups) for number in range(num_lanes)]
             steps = min(map(len, lanes)) // micro_batch_size
             batches = np.stack([lane[: steps * micro_batch_size].reshape(steps, -1) for lane in lanes], 1)

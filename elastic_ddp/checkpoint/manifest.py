@@ -14,9 +14,9 @@ import json
 import math
 import re
 from collections.abc import Iterable, Mapping
-from typing import Any, Final, Literal
+from typing import Annotated, Any, Final, Literal, Self
 
-from pydantic import BaseModel
+from pydantic import BaseModel, StringConstraints, model_validator
 from zlib_ng import zlib_ng
 
 from elastic_ddp.errors import CheckpointError
@@ -31,6 +31,7 @@ SKELETON = "state.json"
 
 _MANIFEST = re.compile(r"commits/(0|[1-9][0-9]{0,15})\.json")
 _SET_ASIDE = re.compile(r"set-aside/(0|[1-9][0-9]{0,15})-(?:([0-9a-f]{32})|unknown-[0-9a-f]{32})\.json")
+_OBJECT = re.compile(r"/[A-Za-z0-9_-][A-Za-z0-9._-]*")
 _ATTEMPT = re.compile(r"(step=(0|[1-9][0-9]{0,15})/attempt=[0-9a-f]{32})/.+")
 
 
@@ -83,8 +84,7 @@ class Commit(BaseModel, frozen=True):
 
     format: Literal[3] = FORMAT
     step: int
-    attempt: str
-    """32 hexadecimal digits."""
+    attempt: Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{32}$")]
     state: Skeleton
     objects: tuple[StoredObject, ...]
     """The objects that hold the bytes of tensors."""
@@ -92,6 +92,14 @@ class Commit(BaseModel, frozen=True):
     """By component and path in the state, for example `model.head.weight`."""
     record: dict[str, Any]
     """JSON facts, among them epoch, generation and hashes."""
+
+    @model_validator(mode="after")
+    def _check_keys(self) -> Self:
+        """All objects lie in the attempt's own folder: a manipulated manifest can neither read nor delete others."""
+        for item in self.all_objects:
+            if not _OBJECT.fullmatch(item.key.removeprefix(self.prefix)):
+                raise ValueError(f"the object {item.key!r:.200} is not in {self.prefix}")
+        return self
 
     @property
     def key(self) -> str:
@@ -144,9 +152,9 @@ class Commit(BaseModel, frozen=True):
             text = _canonical(body)
             if checksum != _sha256(text):
                 raise ValueError("its checksum does not match")
+            commit = cls.model_validate_json(text)
         except ValueError as error:
             raise CheckpointError(f"{key} is not a valid manifest: {error}") from error
-        commit = cls.model_validate_json(text)
         if commit.key != key:
             raise CheckpointError(f"{key} is the manifest of another step, {commit.step}")
         return commit

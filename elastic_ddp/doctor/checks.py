@@ -76,12 +76,11 @@ def check_driver(cluster: Cluster) -> Iterator[Result]:
             continue
         cuda = facts.cuda
         driver = facts.driver
-        newest_cuda = facts.driver_cuda
         if cuda is None:
             yield "fail", "torch is a build without CUDA. Install a CUDA build, for example from PyPI.", node.name
         elif driver is None:
             yield "fail", f"no NVIDIA driver responds: {facts.gpu_error}. Install {_needed(cuda)}.", node.name
-        elif newest_cuda is not None and newest_cuda // 1000 < int(cuda.split(".")[0]):
+        elif not _is_new_enough(cuda, driver, facts.driver_cuda):
             text = (
                 f"NVIDIA's driver is {driver}, and torch is built for CUDA {cuda}. Install {_needed(cuda)}, or a torch "
                 "build for an older CUDA."
@@ -89,6 +88,13 @@ def check_driver(cluster: Cluster) -> Iterator[Result]:
             yield "fail", text, node.name
     for facts in [facts for node, facts in cluster.known if node.num_gpus][:1]:
         yield "ok", f"NVIDIA's driver {facts.driver} runs CUDA {facts.cuda}, for which torch is built", ALL
+
+
+def _is_new_enough(cuda: str, driver: str, driver_cuda: int | None) -> bool:
+    major = int(cuda.split(".")[0])
+    if driver_cuda is not None:
+        return driver_cuda // 1000 >= major
+    return int(driver.split(".")[0]) >= MINIMUM_DRIVER.get(major, 0)
 
 
 def _needed(cuda: str) -> str:

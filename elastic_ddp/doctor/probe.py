@@ -201,6 +201,10 @@ def _usable_cpus() -> float:
     with suppress(OSError, ValueError):  # no control groups v2, or no limit ("max")
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
         return min(allowed, int(quota) / int(period))
+    with suppress(OSError, ValueError):
+        quota_us = int(Path("/sys/fs/cgroup/cpu/cpu.cfs_quota_us").read_text())
+        period_us = int(Path("/sys/fs/cgroup/cpu/cpu.cfs_period_us").read_text())
+        return min(allowed, quota_us / period_us) if quota_us > 0 else allowed
     return allowed
 
 

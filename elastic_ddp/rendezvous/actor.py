@@ -44,6 +44,8 @@ TICK_S = 0.2
 """Seconds between checks for what is due."""
 LONG_POLL_S = 1.0
 """How long a call waits for a change before it returns without one."""
+POLLS_WITHOUT_PLAN = 5
+"""Number of long polls that a member without a planned assignment waits: there may be a thousand of them."""
 
 SAVES_KEPT = 20
 """Number of generations for which the store keeps the keys of saves, which may outlive their generation."""
@@ -96,10 +98,10 @@ class _Changes:
         self._event.set()
         self._event.clear()
 
-    async def wait(self) -> None:
-        """Waits for a change, or for a long poll: a caller that asks again survives a lost reply."""
+    async def wait(self, polls: int = 1) -> None:
+        """Waits for a change, or for some long polls: a caller that asks again survives a lost reply."""
         with suppress(TimeoutError):
-            async with asyncio.timeout(LONG_POLL_S):
+            async with asyncio.timeout(polls * LONG_POLL_S):
                 await self._event.wait()
 
 
@@ -157,7 +159,9 @@ class Rendezvous:
         member = request.member.id
         answer = coordinator.join(request, after=after, failure=failure, account=account, activity=activity)
         if answer is None:
-            await self._for_members.wait()
+            # A member with a planned assignment reads data ahead for it, so it gets quick updates.
+            has_plan = coordinator.planned_place_of(member) is not None
+            await self._for_members.wait(1 if has_plan else POLLS_WITHOUT_PLAN)
             answer = coordinator.place_of(member, after)
         return answer or coordinator.planned_place_of(member)
 

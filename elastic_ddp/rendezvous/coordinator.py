@@ -502,6 +502,8 @@ class Coordinator:
         if self.is_over and not membership.known():
             return None
         self._record_dismissals()
+        membership.prune(started)  # details of members that do not run any more
+        self.state.recorded_dismissals = len(membership.dismissed)
         failed = membership.failed()
         newcomers = [worker for worker in started if membership.is_newcomer(worker)]
         first = self.event_log.last(events.FirstStep)

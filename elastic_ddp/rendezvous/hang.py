@@ -121,8 +121,9 @@ class Activity:
 
     def begin_generation(self, number: int, count: Callable[[], int | None]) -> None:
         """Numbers collectives from here on. `count` returns how many the process group has begun."""
+        num_before = count() or 0  # a report meanwhile must not mix the two
         self._count = count
-        self._num_before = count() or 0
+        self._num_before = num_before
         self._where = ""
         self._has_failed = False
         self._section = Section(number, "the start of the generation")

@@ -27,6 +27,7 @@ from elastic_ddp.rendezvous.planner import (
 )
 
 LEFT = "it left"
+PROCESS_GONE = "its process is gone"
 BATCH_S = 0.5
 """How long a newcomer waits for others before it asks training to let it join."""
 STARTING_WAIT_S = 5.0
@@ -70,6 +71,8 @@ class Membership:
     _waiting: dict[str, JoinRequest] = field(default_factory=dict)
     _trained: set[str] = field(default_factory=set)
     """Members that have completed a step, or hold a state with steps."""
+    _supervised: set[str] = field(default_factory=set)
+    """Workers that the controller has listed as running."""
     _gone: dict[str, str] = field(default_factory=dict)
     """Members that failed or left, and why."""
     _leaving: dict[str, DrainNotice] = field(default_factory=dict)
@@ -109,6 +112,17 @@ class Membership:
         """Removes a member that is done with the run."""
         self._gone.setdefault(member, LEFT)
         self._waiting.pop(member, None)
+
+    def prune(self, running: Iterable[str]) -> None:
+        """Deletes details of members once their processes are not listed as running any more."""
+        self._supervised |= set(running)
+        gone = self._supervised - {*running, *(member.id for member in self.known())}
+        self._supervised -= gone
+        self._trained -= gone
+        self._interrupted_for -= gone
+        self._leaving = {member: notice for member, notice in self._leaving.items() if member not in gone}
+        self.dismissed = {member: kind for member, kind in self.dismissed.items() if member not in gone}
+        self._gone = {member: PROCESS_GONE if member in gone else how for member, how in self._gone.items()}
 
     def ask_to_leave(self, members: Iterable[str], notice: DrainNotice) -> None:
         """Makes members leave at a step boundary: the next one if the others can train, or wait, without them."""
@@ -203,7 +217,7 @@ class Membership:
 
     def failed(self) -> dict[str, str]:
         """Returns the failed members, and how they failed."""
-        return {member: how for member, how in self._gone.items() if how != LEFT}
+        return {member: how for member, how in self._gone.items() if how not in (LEFT, PROCESS_GONE)}
 
     @property
     def leaving(self) -> list[str]:

@@ -303,7 +303,9 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def dtype_of(name: str) -> torch.dtype:
-    """Returns the dtype with this name, for example `float32`."""
+    """Returns the dtype with this name, for example `float32`. Raises CheckpointError if this torch has none."""
+    if name not in _DTYPES:
+        raise CheckpointError(f"the checkpoint has tensors of dtype {name}, which torch {torch.__version__} lacks")
     return _DTYPES[name]
 
 

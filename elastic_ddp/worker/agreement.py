@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -50,6 +51,7 @@ def errors_on_all_ranks(group: ProcessGroup) -> Iterator[None]:
     try:
         yield
     except KINDS as raised:
+        traceback.clear_frames(raised.__traceback__)  # contextlib keeps the frames while the ranks agree
         error = without_traceback(raised)
     agree_on_error(error, group)
 

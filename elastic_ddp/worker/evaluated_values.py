@@ -163,7 +163,7 @@ def _add_along_tree(values: torch.Tensor) -> float:
 def as_number(value: Any, caller: str = "loss_fn") -> float:
     """Returns the result of a user's function as a number. Raises ConfigError if it is not one number."""
     if not is_one_number(value):
-        shape = f" of shape {tuple(value.shape)}" if hasattr(value, "shape") else ""
+        shape = f" of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor | np.ndarray) else ""
         advice = _RETURN if caller == "loss_fn" else "Return one number, or a dict of numbers by name"
         raise ConfigError(f"{caller} of run.evaluate returned a {type(value).__name__}{shape}. {advice}.")
     return float(value)

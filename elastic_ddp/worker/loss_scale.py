@@ -53,9 +53,10 @@ def unit_of(weight: float | None) -> float:
 
 def check_weight(caller: str, weight: Any) -> float:
     """Returns the weight of a loss as a number. Raises a ConfigError if it is none, or negative or not finite."""
-    if not is_one_number(weight) or not 0.0 <= float(weight) < math.inf:
+    number = float(weight) if is_one_number(weight) else math.nan
+    if not 0.0 <= number < math.inf:
         raise ConfigError(
             f"{caller} got weight={weight!r}. Give one finite number that is not negative: what the loss is a mean "
             "over, for example the number of tokens."
         )
-    return float(weight)
+    return number

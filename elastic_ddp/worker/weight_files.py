@@ -20,6 +20,7 @@ from elastic_ddp.errors import CheckpointError, ConfigError, StorageError, forma
 from elastic_ddp.storage.storage import Storage
 from elastic_ddp.storage.temporary_folder import TemporaryFolder
 from elastic_ddp.storage.watchdog import WatchedStorage
+from elastic_ddp.tensors.state_tree import dtype_name
 
 KeyMapping = Mapping[str, str] | Callable[[str], str | None]
 """Renames tensors: replacements by regular expression, applied in order, or a function that returns the new name, or
@@ -183,9 +184,12 @@ def _exists(storage: Storage, name: str) -> bool:
 def _indexed(storage: Storage) -> list[str]:
     """Returns the names of the files in an index."""
     try:
-        return sorted(set(json.loads(storage.read(INDEX))["weight_map"].values()))
+        names = sorted(set(json.loads(storage.read(INDEX))["weight_map"].values()))
+        if not all(isinstance(name, str) and name.endswith(SUFFIXES) and "/" not in name for name in names):
+            raise ValueError(f"it names {names!r:.200}")
     except (AttributeError, LookupError, TypeError, ValueError) as error:
         raise CheckpointError(f"{storage.uri}/{INDEX} is not an index of weights: {error}") from error
+    return names
 
 
 def _download(content: _Bytes, source: str, file: Path) -> None:
@@ -256,8 +260,10 @@ def _safetensors(content: _Bytes, source: str) -> dict[str, StoredTensor]:
             dtype = _SAFETENSORS[entry["dtype"]]
             shape = tuple(entry["shape"])
             first, last = entry["data_offsets"]
-            if last > content.size - 8 - length:
+            if not 0 <= first <= last <= content.size - 8 - length:
                 raise ValueError(f"the file has {content.size} bytes, and {name} ends after byte {8 + length + last}")
+            if math.prod(shape) * dtype.itemsize != last - first or min(shape, default=0) < 0:
+                raise ValueError(f"{name} of shape {shape} and {dtype_name(dtype)} has {last - first} bytes")
             tensors[name] = stored(dtype, shape, 8 + length + first)
         return tensors
     except (AttributeError, LookupError, TypeError, ValueError) as error:

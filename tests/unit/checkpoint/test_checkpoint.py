@@ -291,6 +291,16 @@ def test_a_manifest_that_is_torn_of_another_format_or_of_another_step_is_refused
         Commit.from_bytes("commits/8.json", good)
 
 
+@pytest.mark.parametrize("key", ["../../secret", "{prefix}/../../secret", "/etc/secret", "step=1/attempt=0/0-0.bin"])
+def test_a_manipulated_manifest_names_no_object_outside_of_its_folder(tmp_path: Path, key: str) -> None:
+    [commit] = save(Storage(tmp_path), 7)
+    item = commit.objects[0].model_copy(update={"key": key.format(prefix=commit.prefix)})
+    with pytest.raises(CheckpointError, match="is not in step=7/attempt="):
+        Commit.from_bytes(commit.key, commit.model_copy(update={"objects": (item,)}).to_bytes())
+    with pytest.raises(CheckpointError, match="attempt"):
+        Commit.from_bytes(commit.key, commit.model_copy(update={"attempt": "../.."}).to_bytes())
+
+
 def test_only_keys_of_manifests_count_as_commits() -> None:
     keys = ["commits/2.json", "commits/10.json", "commits/2.json.bak", "commits/.tmp-1.json", "x/commits/3.json"]
     assert committed_steps(keys) == [10, 2]

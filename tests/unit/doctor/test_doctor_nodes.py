@@ -91,6 +91,11 @@ def test_cuda_nccl_and_driver_of_a_node_without_gpus_are_not_compared() -> None:
         ),
         (
             "driver",
+            {"driver": "570.86.15", "driver_cuda": None},
+            "driver is 570.86.15, and torch is built for CUDA 13.0. Install driver R580 or newer",
+        ),
+        (
+            "driver",
             {"driver": None, "driver_cuda": None, "gpus": (), "gpu_error": "nvidia-smi fails"},
             "no NVIDIA driver responds: nvidia-smi fails. Install driver R580",
         ),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from elastic_ddp.rendezvous.membership import BATCH_S, LEFT, STARTING_WAIT_S
+from elastic_ddp.rendezvous.membership import BATCH_S, LEFT, PROCESS_GONE, STARTING_WAIT_S
 from elastic_ddp.rendezvous.planner import GROUP_WAIT_S
 from tests.unit.membership_harness import AT_ONCE, BROKEN, FAILED, MembershipHarness, harness_of, ids_of, member
 
@@ -192,6 +192,20 @@ def test_members_that_are_too_few_commit_on_request() -> None:
     assert harness.names() == ["a", "b", "d"]
 
 
+def test_pruned_members_stay_gone() -> None:
+    harness = harness_of("abc")
+    harness.membership.mark_failed("b", FAILED)
+    harness.membership.ask_to_leave("c", AT_ONCE)
+    harness.all_join("ac", 5)
+    assert harness.names() == ["a"]
+    harness.membership.prune(["a", "b", "c"])
+    assert harness.membership.failed() == {"b": FAILED} and list(harness.membership.dismissed) == ["c"]
+    harness.membership.prune(["a"])
+    assert harness.membership.failed() == {} and not harness.membership.dismissed and harness.membership.leaving == []
+    assert harness.join("b", 5) == harness.join("c", 5) == PROCESS_GONE
+    assert harness.membership.is_newcomer("d") and not harness.membership.is_newcomer("a")
+
+
 # Newcomers.
 
 
@@ -377,6 +391,20 @@ def test_a_generation_of_the_same_members_is_formed_again() -> None:
     assert generation.reason == "formed again" and generation.same_members
     harness.all_join("abc", 6)
     assert not harness.formed().same_members
+
+
+def test_a_dismissed_member_is_known_until_the_controller_has_listed_it() -> None:
+    harness = harness_of("ab", max_workers=3)
+    harness.all_join("c")
+    harness.membership.ask_to_leave("c", AT_ONCE)
+    harness.membership.ask_to_leave("d", AT_ONCE)  # SIGTERM, before it joins
+    harness.membership.prune(["a", "b"])
+    assert list(harness.membership.dismissed) == ["c"]
+    assert harness.join("d") == LEFT, "it got the signal"
+    harness.membership.prune(["a", "b", "c", "d"])
+    assert list(harness.membership.dismissed) == ["c", "d"]
+    harness.membership.prune(["a", "b"])
+    assert not harness.membership.dismissed
 
 
 def test_a_member_is_a_newcomer_until_its_first_step() -> None:

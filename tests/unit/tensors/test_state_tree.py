@@ -238,7 +238,7 @@ def test_the_deepest_allowed_state_round_trips_deep_in_a_call_stack() -> None:
     ],
 )
 def test_a_skeleton_cannot_name_code_to_run(skeleton: Any) -> None:
-    with pytest.raises((KeyError, ValueError)):
+    with pytest.raises((CheckpointError, KeyError, ValueError)):
         unflatten(skeleton, {})
 
 

@@ -191,13 +191,16 @@ def test_weights_that_are_missing_or_damaged_are_an_error_that_names_the_file(st
     torch.save([1, 2], tmp_path / "list.pt")
     torch.save({"epoch": 1, "config": {}}, tmp_path / "config.pt")
     (tmp_path / "bad").mkdir()
-    (tmp_path / "bad" / "model.safetensors.index.json").write_text('{"weights": {}}')
+    (tmp_path / "bad" / "model.safetensors.index.json").write_text('{"weight_map": {"a": "../x.safetensors"}}')
+    save_file({"a": torch.zeros(2), "b": torch.ones(2)}, tmp_path / "longer.safetensors")
+    damaged(tmp_path / "longer.safetensors", lambda data: data.replace(b'"shape":[2]', b'"shape":[4]', 1))
     for name, kind, message in [
         ("nowhere.safetensors", ConfigError, "does not exist on node"),
         ("my weights.pt", ConfigError, "does not exist on node"),
         ("single", ConfigError, r"single has no commit\. Give .* model\.safetensors"),
         ("sharded model", CheckpointError, "model-00002-of-00003.safetensors is missing"),
         ("plain.safetensors", CheckpointError, "plain.safetensors cannot be read"),
+        ("longer.safetensors", CheckpointError, r"of shape \(4,\) and float32 has 8 bytes"),
         ("plain.pt", CheckpointError, "plain.pt cannot be read"),
         ("empty.pt", CheckpointError, "empty.pt cannot be read"),
         ("list.pt", ConfigError, "list.pt holds no weights by name, but list"),
