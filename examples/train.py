@@ -94,7 +94,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--context", type=int, default=128, help="context length in bytes")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--strategy", choices=("ddp", "fsdp"), default="ddp")
-    parser.add_argument("--reduction", choices=("canonical", "native"), help="default: canonical, or native with fsdp")
+    parser.add_argument("--reduction", choices=("canonical", "native"), help="default: canonical")
     parser.add_argument("--precision", choices=("fp32", "bf16", "fp16"), default="fp32")
     parser.add_argument("--commit-every", type=int, default=50, help="steps between commits")
     parser.add_argument(

@@ -14,6 +14,7 @@ from rich.filesize import decimal as format_size
 
 from elastic_ddp.cli.export import check_target, write_weights
 from elastic_ddp.cli.output import AsJson, console, print_json, table
+from elastic_ddp.cli.runs import folders_of
 from elastic_ddp.errors import CheckpointError, ConfigError, StorageError, printable
 from elastic_ddp.formatting import format_time, plural
 from elastic_ddp.storage.lease import DriverLease, find_holder
@@ -304,7 +305,7 @@ def _no_commits(run: str, catalog: CommitCatalog) -> ConfigError:
     if note:
         return ConfigError(f"{run}: no commit is left. {note}")
     parent, is_inside, _ = run.rpartition(f"/{COMMITS}")
-    folder = f"the run's folder, {parent}" if is_inside else "<storage>/<name>"
+    folder = f"the run's folder, {parent}" if is_inside else " or ".join(folders_of(run)) or "<storage>/<name>"
     return ConfigError(f"{run}: there are no commits of a run in this folder. Use {folder}.")
 
 

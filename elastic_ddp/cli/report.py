@@ -16,7 +16,7 @@ from elastic_ddp.report.history import read_history, with_dead_driver
 
 def report(
     runs: Annotated[
-        list[str], typer.Argument(metavar="RUN...", help="Folders of runs, <storage>/<name>, or their names.")
+        list[str], typer.Argument(metavar="RUN", help="Folders of runs, <storage>/<name>, or their names.")
     ],
     output: Annotated[Path, typer.Option("--output", "-o", help="The HTML file to write.")] = Path("report.html"),
 ) -> None:
@@ -32,7 +32,7 @@ def report(
         from elastic_ddp.report.page import render_page
     except ImportError as error:
         raise ConfigError(
-            "A report needs Plotly, which is not installed. Install it with: pip install 'elastic_ddp[report]'."
+            "A report needs Plotly, which is not installed. Install it with: pip install 'plotly>=6'."
         ) from error
     histories = []
     for run in runs:

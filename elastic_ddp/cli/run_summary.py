@@ -96,9 +96,7 @@ def _corruption(summary: Mapping[str, Any]) -> str:
 
 def _generations(summary: Mapping[str, Any]) -> Table:
     """One row for each generation. With several sessions, `2.1` is the first generation of the second session."""
-    rows = table(
-        "gen", "workers", "first step", "last step", "stall", "reason", "ended by", text=("reason", "ended by")
-    )
+    rows = table("gen", "workers", "from step", "to step", "stall", "reason", "ended by", text=("reason", "ended by"))
     for generation in summary["generations"]:
         session = f"{generation['session_number']}." if summary["sessions"] > 1 else ""
         is_newest = generation is summary["generations"][-1] and generation["session_number"] == summary["sessions"]

@@ -35,14 +35,21 @@ def get_run(run: str) -> RunHandle:
     return run_handle.get_run(run)
 
 
+def folders_of(name: str) -> list[str]:
+    """Returns the runs with this name in the folders of the working directory; none if it is a path."""
+    if Path(name).name != name:
+        return []
+    return sorted(str(path) for path in Path().glob(f"*/{glob.escape(name)}") if list_sessions(Storage(path)))
+
+
 class RunLedger:
     """The ledger of a run, by its folder or name. Raises ConfigError if there is none, or several of this name."""
 
     def __init__(self, run: str) -> None:
         self._open(run)
         if not self._first:
-            matches = sorted(str(path) for path in Path().glob(f"*/{glob.escape(run)}") if list_sessions(Storage(path)))
-            if len(matches) != 1 or Path(run).name != run:
+            matches = folders_of(run)
+            if len(matches) != 1:
                 found = " or ".join(matches) or "<storage>/<name>"
                 raise ConfigError(f"{run}: there is no run in this folder. Use {found}.")
             self._open(matches[0])

@@ -288,7 +288,7 @@ def test_show_fits_80_columns_with_long_values(tmp_path: Path, monkeypatch: pyte
     assert all(len(line) <= 80 for line in lines) and "…" not in text
     assert any(HASH in line for line in lines)
     headings = next(line for line in lines if line.split()[:1] == ["gen"])
-    assert headings.split() == ["gen", "workers", "first", "step", "last", "step", "stall", "reason", "ended", "by"]
+    assert headings.split() == ["gen", "workers", "from", "step", "to", "step", "stall", "reason", "ended", "by"]
     assert any(line.split()[:4] == ["12.123", "1024", "12,345,000", "12,345,678"] for line in lines)
 
 

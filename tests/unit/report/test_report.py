@@ -342,7 +342,7 @@ def test_the_command_refuses_what_it_cannot_write(tmp_path: Path, monkeypatch: p
     for module in ("page", "costs", "curves", "figure", "timeline"):
         monkeypatch.delitem(sys.modules, f"elastic_ddp.report.{module}")
     monkeypatch.setitem(sys.modules, "plotly.graph_objects", None)
-    with pytest.raises(ConfigError, match=re.escape("pip install 'elastic_ddp[report]'")):
+    with pytest.raises(ConfigError, match=re.escape("pip install 'plotly>=6'")):
         invoke("report", run, "-o", str(tmp_path / "report.html"))
 
 
