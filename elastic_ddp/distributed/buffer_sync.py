@@ -84,8 +84,8 @@ def evaluated_error(names: list[str]) -> ConfigError:
     """Returns the error for buffers without a rule that a forward of an evaluation changed."""
     return ConfigError(
         f"a forward in run.evaluate changed buffers: {shorten(names, 5)}. An evaluation restores buffers after each "
-        "batch. If the model does not need the changes, as those of a cache, keep them in an attribute that is no "
-        f"buffer, or choose a rule: run.prepare(model, buffers={{{names[0]!r}: {FIRST!r}}}). Return what should be "
+        "batch. If the model does not need the changes (of a cache, for example), keep them in an attribute that is "
+        f"no buffer, or choose a rule: run.prepare(model, buffers={{{names[0]!r}: {FIRST!r}}}). Return what should be "
         "counted or averaged from loss_fn."
     )
 

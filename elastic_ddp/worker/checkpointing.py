@@ -390,7 +390,7 @@ class Checkpointer:
         for commit in catalog.manifests():
             if commit.step <= min(limits):
                 break
-            reason = f"a worker computed wrong values, and the newest verified state is that of step {min(limits)}"
+            reason = f"a worker computed wrong values, and the newest verified state is of step {min(limits)}"
             catalog.reject(commit.key, commit.attempt, CheckpointError(reason))
         catalog.set_aside_rejected(partial(self._check_may_commit, group.assignment.generation))
         return True

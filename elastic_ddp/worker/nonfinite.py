@@ -54,7 +54,7 @@ def reason_to_skip(
     if policy == "ignore" or not (bad or not math.isfinite(norm)):
         return None
     if bad:
-        others = f", and that of {len(bad) - 1} more" if bad[1:] else ""
+        others = f", and {len(bad) - 1} more are not finite" if bad[1:] else ""
         problem = f"the loss of micro-batch {bad[0]} is {losses[bad[0]]}{others}. It has {find_rows(bad[0])}"
     elif names := find_gradients():
         problem = f"the gradient of {shorten(names, 5)} is NaN or infinite, though the loss is finite"
