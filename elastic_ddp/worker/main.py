@@ -112,7 +112,7 @@ def work(job: Job, rendezvous: RendezvousHandle, context: WorkerContext) -> None
 def _leave(client: RendezvousClient, within_s: float) -> None:
     """Leaves the run after SIGTERM. A standby exits."""
     if not standby.has_place():
-        os._exit(signals.TERMINATED)
+        signals.end_process()
     client.leave("SIGTERM", within_s)
 
 
