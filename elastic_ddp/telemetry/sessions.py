@@ -39,7 +39,7 @@ class Generation:
     first_step: int
     """Steps done in the starting state. Until a member reports this number, the newest commit's step."""
     last_step: int
-    """Steps done in it as far as its members reported them."""
+    """Steps done at its end, from the newest report of its members."""
     account: Account = field(default_factory=dict)
     progress: list[tuple[float, int]] = field(default_factory=list)
     """Useful seconds and steps done, after the first step and for each account with a step."""

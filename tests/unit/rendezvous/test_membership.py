@@ -1,4 +1,4 @@
-"""Membership: how generations form, who is in them with which state, and how they end by failures."""
+"""Membership: how generations form, their members and states, and how they end by failures."""
 
 from __future__ import annotations
 
