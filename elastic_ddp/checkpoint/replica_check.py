@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 from pydantic import BaseModel
@@ -42,16 +42,19 @@ def draw_samples(blocks: Sequence[Block], tensors: Mapping[str, torch.Tensor], s
     """
     draw = random.Random(seed)
     drawn = draw.sample(blocks, min(MAX_PIECES, len(blocks)))
-    samples: list[Sample] = []
+    pieces: list[tuple[str, torch.Tensor]] = []
     num_bytes = 0
     for block, source in zip(drawn, local_blocks(tensors, drawn), strict=True):
         piece = _piece_of(source, draw)
-        if samples and num_bytes + piece.nbytes > SAMPLE_BYTES:
+        if pieces and num_bytes + piece.nbytes > SAMPLE_BYTES:
             break
         num_bytes += padded(piece.nbytes)
-        data = ravel(piece).view(torch.uint8).cpu().numpy()
-        samples.append(Sample(tensor=block.tensor, crc32=zlib_ng.crc32(data)))
-    return tuple(samples)
+        pieces.append((block.tensor, ravel(piece).view(torch.uint8)))
+    copies: dict[torch.device, Iterator[torch.Tensor]] = {}
+    for device in {data.device for _, data in pieces}:  # one copy for each device, since a copy waits for it
+        parts = [data for _, data in pieces if data.device == device]
+        copies[device] = iter(torch.cat(parts).cpu().split([len(part) for part in parts]))
+    return tuple(Sample(tensor=name, crc32=zlib_ng.crc32(next(copies[data.device]).numpy())) for name, data in pieces)
 
 
 def _piece_of(block: torch.Tensor, draw: random.Random) -> torch.Tensor:

@@ -140,7 +140,7 @@ def _measurements(events: list[Event]) -> dict[str, Any]:
 
 
 def _steps(sessions: list[Session]) -> int | None:
-    """Returns the steps done, as far as the newest session has reported them."""
+    """Returns the steps done that the newest session has reported."""
     if not sessions:
         return None
     newest = sessions[-1]
