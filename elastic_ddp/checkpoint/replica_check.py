@@ -51,9 +51,12 @@ def draw_samples(blocks: Sequence[Block], tensors: Mapping[str, torch.Tensor], s
         num_bytes += padded(piece.nbytes)
         pieces.append((block.tensor, ravel(piece).view(torch.uint8)))
     copies: dict[torch.device, Iterator[torch.Tensor]] = {}
-    for device in {data.device for _, data in pieces}:  # one copy for each device, since a copy waits for it
+    for device in {data.device for _, data in pieces}:
         parts = [data for _, data in pieces if data.device == device]
-        copies[device] = iter(torch.cat(parts).cpu().split([len(part) for part in parts]))
+        if device.type == "cpu":
+            copies[device] = iter(parts)
+        else:  # one copy for each device, since a copy waits for it
+            copies[device] = iter(torch.cat(parts).cpu().split([len(part) for part in parts]))
     return tuple(Sample(tensor=name, crc32=zlib_ng.crc32(next(copies[data.device]).numpy())) for name, data in pieces)
 
 
