@@ -5,8 +5,6 @@ from __future__ import annotations
 import unicodedata
 from collections.abc import Callable, Sequence
 
-from pydantic import ValidationError
-
 
 class ElasticDDPError(Exception):
     """Base class of all errors that this package raises on purpose; catch it to handle any of them."""
@@ -74,16 +72,6 @@ def text_of(error: BaseException, show: Callable[[BaseException], str] = str) ->
         return show(error)
     except Exception as failure:
         return f"<{type(error).__name__}, whose __{show.__name__}__ raises {type(failure).__name__}>"
-
-
-def format_validation_error(error: ValidationError) -> str:
-    """Returns the first five problems that pydantic found.
-
-    Raise an error with this text outside of the `except` block that caught `error`. Otherwise the two errors and the
-    frames in their tracebacks can form a cycle, which Python's garbage collector cannot free through pydantic's part.
-    """
-    problems = error.errors(include_url=False, include_input=False, include_context=False)[:5]
-    return "; ".join(problem["msg"] for problem in problems)
 
 
 def printable(text: str) -> str:

@@ -85,7 +85,8 @@ class Settings(BaseModel):
             return
         finally:
             _building.reset(token)
-        raise ConfigError(message)  # outside of the except block: see `format_validation_error`
+        # Outside of the except block: else the errors and their frames form a cycle that Python cannot free.
+        raise ConfigError(message)
 
 
 def _explain(error: ValidationError, model: type[BaseModel]) -> str:

@@ -18,7 +18,8 @@ _CPU = torch.device("cpu")
 class WorkerClock:
     """Follows a worker from generation to generation.
 
-    The worker calls `form`, `formed`, `ready`, `step_done` for each step, `failed` if a peer fails, and `leave`.
+    The worker calls `form`, `formed`, `ready`, `step_done` for each step, `collective` and `commit` outside of steps,
+    `failed` or `barrier_failed` if a peer fails, and `leave`.
 
     Attributes:
         activity: the current place of the training thread, by which the rendezvous finds hangs. `activity.enter` also
@@ -54,6 +55,10 @@ class WorkerClock:
         self.phases.step_done(step)
         return self.account.step_done()
 
+    def collective(self) -> None:
+        """A collective task outside of steps begins: a failure in it wastes no earlier work."""
+        self.account.mark()
+
     @contextmanager
     def commit(self, worked_s: Callable[[], float]) -> Iterator[None]:
         """The context in which training waits for a commit. `worked_s` as in `Activity.enter`."""
@@ -64,6 +69,10 @@ class WorkerClock:
         """A peer has failed while the training thread was at this place of the user's code."""
         self.activity.failed_at(frames)
         self.account.record_failure(in_step=in_step)
+
+    def barrier_failed(self) -> None:
+        """A peer has failed while this worker waited to leave the generation: all of the wait was detection."""
+        self.account.record_detection()
 
     def leave(self) -> None:
         """The worker leaves the generation."""

@@ -42,7 +42,7 @@ from elastic_ddp.worker.loop import Loop
 from elastic_ddp.worker.run import Run
 from elastic_ddp.worker.worker_membership import RestartTraining
 
-Outcome = dict[str, Any]
+Ending = dict[str, Any]
 """How the run ended, for the rendezvous."""
 _RAY_ERRORS = (ray.exceptions.LocalRayletDiedError, ray.exceptions.NodeDiedError, ray.exceptions.ObjectLostError)
 _NO_GROUP_YET = (
@@ -116,7 +116,7 @@ def _leave(client: RendezvousClient, within_s: float) -> None:
     client.leave("SIGTERM", within_s)
 
 
-def _train(loop: Loop, context: WorkerContext) -> tuple[Outcome | None, str | None]:
+def _train(loop: Loop, context: WorkerContext) -> tuple[Ending | None, str | None]:
     """Calls the training function until it need not restart.
 
     Returns the outcome, which ends the run for all workers, and why Ray Train should replace this worker. Both are None
@@ -147,7 +147,7 @@ def _train(loop: Loop, context: WorkerContext) -> tuple[Outcome | None, str | No
         return _end_of(error, loop)
 
 
-def debug(job: Job, client: RendezvousClient, device: torch.device) -> Outcome:
+def debug(job: Job, client: RendezvousClient, device: torch.device) -> Ending:
     """Runs the training function as the only worker of a run, in this thread, and returns the outcome.
 
     Raises errors of the function unchanged, for a debugger. Advice is added as a note.
@@ -171,7 +171,7 @@ def debug(job: Job, client: RendezvousClient, device: torch.device) -> Outcome:
         loop.profiler.close()
 
 
-def _finish(loop: Loop, result: object) -> Outcome:
+def _finish(loop: Loop, result: object) -> Ending:
     """Ends the run after the training function has returned `result`. Raises ConfigError if its code has not run."""
     if isinstance(result, Generator | Coroutine | AsyncGenerator):
         raise ConfigError(
@@ -182,7 +182,7 @@ def _finish(loop: Loop, result: object) -> Outcome:
     return {"status": "left" if done["steps"] < done["total_steps"] else "finished", **done}
 
 
-def _end_of(error: BaseException, loop: Loop) -> tuple[Outcome | None, str | None]:
+def _end_of(error: BaseException, loop: Loop) -> tuple[Ending | None, str | None]:
     """Decides whether an error that the training function raised ends the run, or only this worker."""
     advice = _advice(error, loop)
     if not advice and loop.world_size != 1 and is_peer_failure(error):
@@ -212,7 +212,7 @@ def _advice(error: BaseException, loop: Loop) -> str:
     return next((advice for text, advice in _OF_THREAD.items() if text in text_of(error)), "")
 
 
-def _close(loop: Loop, outcome: Outcome | None, failure: str | None) -> str | None:
+def _close(loop: Loop, outcome: Ending | None, failure: str | None) -> str | None:
     """Leaves the generation and reports the outcome. Returns why Ray Train should replace this worker, if it should."""
     if failure is not None:
         loop.membership.leave(intact=False)

@@ -26,7 +26,7 @@ from elastic_ddp.worker.job import COMMITS
 from elastic_ddp.worker.model_state import PARAMETERS, left_out, load_weights
 from elastic_ddp.worker.restore import first_usable
 from elastic_ddp.worker.shared_read import read_shared
-from elastic_ddp.worker.weight_files import INDEX, SINGLE, SUFFIXES, KeyMapping, StoredTensor, WeightFiles, rename
+from elastic_ddp.worker.weight_files import INDEX, SINGLE, SUFFIXES, FileTensor, KeyMapping, WeightFiles, rename
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -136,7 +136,7 @@ class PretrainedWeights:
             renamed = rename(stored, self.key_mapping)
             fit = Fit.of(module, renamed, "file")
             fit.check(self.uri, strict=self.strict)
-            weights = {name: value for name, value in renamed.items() if not isinstance(value, StoredTensor)}
+            weights = {name: value for name, value in renamed.items() if not isinstance(value, FileTensor)}
             for name in fit.matching:
                 like = _sharded_like(name, layout)
                 if like is not None:
@@ -309,4 +309,4 @@ def _memory(value: Any) -> Any:
 
 
 def _shape(value: Any) -> str:
-    return str(tuple(value.shape)) if isinstance(value, torch.Tensor | StoredTensor) else "not a tensor"
+    return str(tuple(value.shape)) if isinstance(value, torch.Tensor | FileTensor) else "not a tensor"

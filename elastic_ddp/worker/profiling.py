@@ -62,17 +62,10 @@ class StepProfiler:
     fails, the answer is the reason, and training continues. The training thread calls all methods.
     """
 
-    def __init__(
-        self,
-        storage: Storage,
-        client: RendezvousClient,
-        device: torch.device,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, storage: Storage, client: RendezvousClient, device: torch.device) -> None:
         self._storage = storage
         self._client = client
         self._device = device
-        self._clock = clock
         self._profile: _Profile | None = None
         self._thread: BackgroundThread | None = None
 
@@ -93,7 +86,7 @@ class StepProfiler:
                 self._answer(new.number, {"error": "this rank is being profiled for another request"})
             else:
                 self._drop("another request has replaced it")
-                self._profile = _Profile(new.number, new.profile, rank, self._clock())
+                self._profile = _Profile(new.number, new.profile, rank, time.monotonic())
 
     def step_done(self, step: int, generation: int, votes: int) -> None:
         """Prepares, starts or ends the recording, between two steps. Call it before the next step begins in the trace.
@@ -125,7 +118,7 @@ class StepProfiler:
         if votes == profile.number * len(profile.request.ranks):
             profile.is_agreed = True
             profile.recording = TraceRecording(self._device, memory=profile.request.memory)
-        elif profile.num_votes > 1 and self._clock() - profile.since >= START_WITHIN_S:
+        elif profile.num_votes > 1 and time.monotonic() - profile.since >= START_WITHIN_S:
             self._drop(f"not all {len(profile.request.ranks)} ranks could start within {START_WITHIN_S:g} s")
 
     def interrupt(self, reason: str) -> None:

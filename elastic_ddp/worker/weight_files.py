@@ -89,7 +89,7 @@ class WeightFiles:
 
     @contextmanager
     def opened(self, tick: Callable[[], None]) -> Iterator[dict[str, Any]]:
-        """Yields what the files hold by name: a `StoredTensor` for each tensor, valid in the block, and other values.
+        """Yields what the files hold by name: a `FileTensor` for each tensor, valid in the block, and other values.
 
         Of safetensors, only the rows that are read leave the storage; other files are copied here as a whole.
 
@@ -115,7 +115,7 @@ class WeightFiles:
 
 
 @dataclass(frozen=True)
-class StoredTensor:
+class FileTensor:
     """A tensor in a file."""
 
     shape: tuple[int, ...]
@@ -235,10 +235,10 @@ def _bytes_of(storage: Storage, name: str, tick: Callable[[], None]) -> _Bytes:
     return _Bytes(size, read)
 
 
-def _safetensors(content: _Bytes, source: str) -> dict[str, StoredTensor]:
+def _safetensors(content: _Bytes, source: str) -> dict[str, FileTensor]:
     """Returns the tensors in a safetensors file: 8 bytes with the length of a JSON header, the header, the data."""
 
-    def stored(dtype: torch.dtype, shape: tuple[int, ...], first: int) -> StoredTensor:
+    def stored(dtype: torch.dtype, shape: tuple[int, ...], first: int) -> FileTensor:
         row_bytes = math.prod(shape[1:]) * dtype.itemsize
 
         def read(rows: range) -> torch.Tensor:
@@ -247,7 +247,7 @@ def _safetensors(content: _Bytes, source: str) -> dict[str, StoredTensor]:
                 part = part.clone()
             return part.view(dtype).view(len(rows), *shape[1:])
 
-        return StoredTensor(shape, dtype, read)
+        return FileTensor(shape, dtype, read)
 
     try:
         length = int.from_bytes(content.read(0, 8).numpy().tobytes(), "little")
@@ -285,7 +285,7 @@ def _unpickled(file: Path, source: str) -> dict[str, Any]:
             ) from None
         raise CheckpointError(f"{source} cannot be read: {format_exception(error).splitlines()[0]}") from error
     return {
-        name: StoredTensor(tuple(value.shape), value.dtype, partial(_rows_of, value))
+        name: FileTensor(tuple(value.shape), value.dtype, partial(_rows_of, value))
         if isinstance(value, torch.Tensor)
         else value
         for name, value in _state_dict(content, source).items()

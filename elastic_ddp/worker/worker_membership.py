@@ -344,7 +344,7 @@ class WorkerMembership:
                 self.join(task=name)
                 continue
             known = self.tasks.result_of_others(current)
-            self.clock.account.mark()
+            self.clock.collective()
             try:
                 with self.activity.section(f"{what or repr(name)} after {step} steps"):
                     result: Result = task(self.generation) if known is None else known[0]
@@ -397,7 +397,7 @@ class WorkerMembership:
                 self._failure = format_exception(error)
                 intact = False
                 reason = PEER_FAILED
-                self.clock.account.record_detection()
+                self.clock.barrier_failed()
         self.clock.leave()
         generation = self.generation
         self.generation = None

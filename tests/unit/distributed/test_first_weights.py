@@ -198,12 +198,12 @@ def _load(group: ProcessGroup, file: str) -> tuple[list[int], bool]:
     plain, num_rows = weight_files._safetensors, []
 
     def counted(content: Any, source: str) -> dict[str, Any]:
-        def read(stored: weight_files.StoredTensor, rows: range) -> torch.Tensor:
+        def read(stored: weight_files.FileTensor, rows: range) -> torch.Tensor:
             num_rows.append(len(rows))
             return stored.read(rows)
 
         return {
-            name: weight_files.StoredTensor(stored.shape, stored.dtype, functools.partial(read, stored))
+            name: weight_files.FileTensor(stored.shape, stored.dtype, functools.partial(read, stored))
             for name, stored in plain(content, source).items()
         }
 
