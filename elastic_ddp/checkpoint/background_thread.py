@@ -1,4 +1,4 @@
-"""A thread for work beside training, which waits between tasks: to start a new one can stall a busy process for ms."""
+"""A thread for work beside training, which waits between tasks: a new thread can stall a busy process for ms."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _Task = tuple[Callable[[], object], "Future[None]"]
 class BackgroundThread:
     """Runs tasks one after the other in a daemon thread, which ends with this object.
 
-    Unlike the threads of an executor, it does not delay the exit of the process while it hangs.
+    Unlike the threads of an executor, the thread does not delay the exit of the process while it hangs.
     """
 
     def __init__(self, name: str) -> None:
@@ -36,7 +36,7 @@ class BackgroundThread:
         return self._last is not None and not self._last.done()
 
     def submit(self, task: Callable[[], object]) -> None:
-        """Runs a task after those before it. An exception is logged."""
+        """Runs a task after all earlier tasks. An exception is logged."""
         self._last = Future()
         self._tasks.put((task, self._last))
 
@@ -61,7 +61,7 @@ def _run_tasks(tasks: queue.SimpleQueue[_Task | None]) -> None:
 
 
 def _lower_priority() -> None:
-    """Leaves the CPU to training; threads that this one starts inherit the priority. A container may forbid it."""
+    """Leaves the CPU to training; threads that this one starts inherit the priority. A container may forbid this."""
     try:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), min(19, os.getpriority(os.PRIO_PROCESS, 0) + NICE))
     except OSError as error:

@@ -27,7 +27,7 @@ class Bad:
     attempt: str | None
     error: CheckpointError
     may_be_good: bool
-    """Whether it cannot be read, or belongs to another run."""
+    """Whether the commit cannot be read, or belongs to another run."""
 
 
 class CommitCatalog:
@@ -91,7 +91,7 @@ class CommitCatalog:
         """Returns the bytes of a commit's skeleton, verified.
 
         Raises:
-            CheckpointError: it is missing, does not verify, or cannot be read.
+            CheckpointError: the skeleton is missing, does not verify, or cannot be read.
         """
 
         def read() -> bytes:
@@ -108,7 +108,7 @@ class CommitCatalog:
         """Returns the skeleton of a commit, and checks that the commit is complete, both in one round trip.
 
         Raises:
-            CheckpointError: it is not complete, or as `skeleton`.
+            CheckpointError: the commit is not complete, or as `skeleton`.
             FileNotFoundError: the commit was removed meanwhile.
         """
         with self._unless_removed(commit), ThreadPoolExecutor(1) as executor:
@@ -206,8 +206,8 @@ class CommitCatalog:
     def set_aside(self, key: str, attempt: str | None, fence: Callable[[], None] = lambda: None) -> None:
         """Moves the manifest of a bad commit to `set-aside/`: its step can be committed again. Its objects stay.
 
-        The manifest is removed only if it is still the one that was found bad. A process that is suspended in the
-        removal may remove a commit that was made meanwhile.
+        The manifest is removed only if it is still the bad manifest. A process that is suspended in the removal may
+        remove a commit that was made meanwhile.
 
         Args:
             attempt: the attempt that was found bad; None if the manifest does not name it.

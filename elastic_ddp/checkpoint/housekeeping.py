@@ -34,10 +34,10 @@ class Housekeeping:
         self._measured: dict[int, Measurement | None] = {}
         """The metric of complete commits, by step. Older manifests are read once: their number grows with the run."""
         self._doubtful: set[int] = set()
-        """Steps whose commit cannot be read, is bad, or is another run's. They stay, and are read again each time."""
+        """Steps whose commit cannot be read, is bad, or is another run's. Such commits stay, and are read each time."""
 
     def tidy(self, storage: Storage, newest: Commit, fence: Callable[[], None], is_current: Callable[[], bool]) -> None:
-        """Removes what is not kept now that `newest` is complete. For the arguments see `CheckpointStore.complete`.
+        """Removes objects that no kept commit needs, now that `newest` is complete. See `CheckpointStore.complete`.
 
         Raises:
             StorageError: the storage failed; the next call removes the rest.
@@ -70,7 +70,7 @@ class Housekeeping:
     ) -> list[Commit]:
         """Finds the complete commits that may stay, and returns those whose manifests it has read.
 
-        The newest are always read: a commit that the storage has lost must not displace good ones.
+        The newest manifests are always read: a commit that the storage has lost must not displace good ones.
         """
         set_aside = {entry[0] for entry in map(parse_set_aside, listed) if entry is not None}
         known = self._measured
@@ -105,8 +105,8 @@ def plan_prune(
 ) -> tuple[Removals, dict[int, StorageError]]:
     """Returns what can be removed while no run is live, and the doubtful commits that stay: by step, with the reason.
 
-    The newest commit of which every byte verifies stays, and so do newer ones, all at a step that cannot be read, and
-    commits of another run than the newest's.
+    The newest commit of which every byte verifies stays. Newer commits, all commits at a step that cannot be read, and
+    commits of another run stay as well.
 
     Args:
         storage: a folder of commits.

@@ -18,7 +18,7 @@ PRIOR_MTBF_S = 3600.0
 FIRST_INTERVAL_S = 60.0
 """Interval until a save was measured."""
 _NUM_MEASURED = 5
-"""Number of newest saves whose median counts. The first takes longer: it allocates its memory."""
+"""Number of newest saves whose median counts. The first save takes longer: it allocates its memory."""
 
 
 def mean_time_between_failures(failures: int, watched_s: float) -> float:
@@ -31,7 +31,7 @@ def interval_s(*, stall_s: float, save_s: float, mtbf_s: float | None, max_overh
 
     Args:
         stall_s: for how long a save stalls training.
-        save_s: how long a save takes. It bounds the interval from below: saves do not overlap.
+        save_s: how long a save takes, a lower bound of the interval: saves do not overlap.
         mtbf_s: mean time between failures, for Young's interval; None for the shortest interval allowed.
         max_overhead: largest fraction of the time that stalls may take; None for no limit.
     """

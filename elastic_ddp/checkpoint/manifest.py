@@ -64,7 +64,7 @@ class StoredBlock(BaseModel, frozen=True):
     start: int
     """Offset in the object, in bytes."""
     crc32: int
-    """Checksum of its bytes, including the padding."""
+    """Checksum of the block's bytes, including the padding."""
 
 
 class StoredTensor(BaseModel, frozen=True):
@@ -75,7 +75,7 @@ class StoredTensor(BaseModel, frozen=True):
     blocks: tuple[StoredBlock, ...]
 
     def num_bytes(self, block: StoredBlock) -> int:
-        """Returns the size of one of its blocks, without the padding."""
+        """Returns the size of one of the tensor's blocks, without the padding."""
         return math.prod(block.sizes) * dtype_of(self.dtype).itemsize
 
 
@@ -107,7 +107,7 @@ class Commit(BaseModel, frozen=True):
 
     @property
     def prefix(self) -> str:
-        """The folder of its objects."""
+        """The folder of the commit's objects."""
         return attempt_prefix(self.step, self.attempt)
 
     @property

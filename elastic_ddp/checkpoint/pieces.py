@@ -38,7 +38,7 @@ class Piece:
     start: int
     end: int
     blocks: tuple[tuple[str, StoredBlock], ...]
-    """Each with the name of its tensor."""
+    """Each block with the name of its tensor."""
 
     def empty(self) -> memoryview:
         """Returns new memory for the bytes of the piece."""
@@ -63,7 +63,7 @@ class _PlacedBlock(NamedTuple):
     is_alone: bool
 
     def fits(self, group: list[_PlacedBlock]) -> bool:
-        """Whether it can be read in one piece with the blocks of a group before it."""
+        """Whether the block can be read in one piece with the blocks of an earlier group."""
         last = group[-1]
         is_next = self.start == last.end and self.kind == last.kind
         return is_next and not (self.is_alone or last.is_alone) and self.end - group[0].start <= MAX_PIECE_BYTES

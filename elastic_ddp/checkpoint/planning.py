@@ -49,7 +49,7 @@ class Box(NamedTuple):
 def plan_blocks(tensors: Mapping[str, torch.Tensor], block_bytes: int | None = None) -> list[Block]:
     """Cuts tensors into blocks of at most `block_bytes`, by default `BLOCK_BYTES`.
 
-    Returns the blocks that this rank holds: all of replicated tensors, its shards of the others.
+    Returns the blocks that this rank holds: all blocks of replicated tensors, its shards of the other tensors.
     """
     plan: list[Block] = []
     for name, tensor in tensors.items():
@@ -107,7 +107,7 @@ def blocks_of(shape: torch.Size, element_bytes: int, block_bytes: int) -> Iterat
     if not math.prod(shape):
         yield torch.Size([0] * len(shape)), shape
         return
-    # Cut the first dimension whose rows fit into a block. A block has one index in those before, all of those after.
+    # Cut the first dimension whose rows fit into a block: one index of each earlier dimension, all of each later one.
     row_bytes = [math.prod(shape[dimension + 1 :]) * element_bytes for dimension in range(len(shape))]
     axis = next((dimension for dimension, size in enumerate(row_bytes) if size <= block_bytes), len(shape) - 1)
     if axis < 0:

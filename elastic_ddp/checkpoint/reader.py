@@ -44,8 +44,8 @@ def read_twice(storage: Storage, key: str, read: Callable[[], Result]) -> Result
     bad; an outage of the storage does not.
 
     Raises:
-        CheckpointError: it does not verify, or cannot be read although the storage answers.
-        StorageError: the storage does not answer; that says nothing about the commit.
+        CheckpointError: the object does not verify, or cannot be read although the storage answers.
+        StorageError: the storage does not answer; the commit may be good.
     """
     try:
         return read()
@@ -140,7 +140,7 @@ def allocate_state(
     This rank holds a shard of the tensors for which `layout` has a DTensor of the stored shape.
 
     Raises:
-        ConfigError: this machine has too little memory for them.
+        ConfigError: this machine has too little memory for the tensors.
     """
     metas = meta_tensors(commit, components)
     likes = _likes(commit, metas, layout)

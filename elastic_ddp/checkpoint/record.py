@@ -28,7 +28,7 @@ class Measurement:
 
 
 def identity_of(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns what identifies the run of a commit: settings by name, and the fingerprint of its data."""
+    """Returns the identity of a commit's run: settings by name, and the fingerprint of its data."""
     data = {"data": record["data"]} if "data" in record else {}
     return {**record.get("identity", {}), **data}
 
@@ -49,7 +49,7 @@ def best_first(measured: Mapping[int, Measurement | None], mode: Mode) -> list[i
     """Returns the steps of the commits that have a value, best value first; among equal values the earlier step first.
 
     `measured` maps each commit's step to the value in its record. Later commits repeat a measurement until there is a
-    newer one; it counts for the first commit that has it.
+    newer one; a measurement counts for its first commit.
     """
     first: dict[Measurement, int] = {}
     for step, measurement in sorted(measured.items()):

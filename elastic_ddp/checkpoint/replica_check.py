@@ -21,7 +21,7 @@ from elastic_ddp.tensors.state_tree import ravel
 SAMPLE_BYTES = 1 << 20
 """Largest sample of a commit."""
 SAMPLE_PIECE_BYTES = 64 << 10
-"""Largest piece of it."""
+"""Largest piece of a sample."""
 MAX_PIECES = 64
 
 

@@ -63,9 +63,9 @@ def kept(steps: Collection[int], complete: Mapping[int, Measurement | None], ret
 
 
 def _first_of_each(every_steps: int, steps: Collection[int], complete: Collection[int]) -> set[int]:
-    """Returns the first complete commit at or after each multiple but 0, and any bad ones between.
+    """Returns the first complete commit at or after each multiple but 0, and any bad commits between.
 
-    A bad commit may be the one to keep: another version of this package may have written it.
+    A bad commit may be worth keeping: another version of this package may have written it.
     """
     staying = set()
     newest_multiple = 0
@@ -88,7 +88,7 @@ class Removal:
     step: int
     manifest: str | None
     folders: tuple[str, ...]
-    """The folders of its attempts."""
+    """The folders of the commit's attempts."""
     num_bytes: int
 
 
@@ -175,7 +175,7 @@ def plan_removals(
 
 
 def _is_dead(upload: Upload, going: Collection[str], written_before: float) -> bool:
-    """Returns whether an upload belongs to an attempt that goes, or is an old one of a run."""
+    """Returns whether an upload belongs to an attempt that goes, or is an old upload of a run."""
     _, folder = attempt_of(upload.key) or (None, None)
     is_own = folder is not None or parse_set_aside(upload.key) is not None or is_temporary(upload.key)
     return folder in going or (is_own and upload.started_at <= written_before)

@@ -1,6 +1,6 @@
 """Saves in the background: every rank copies its share of the state, and a thread writes it while training goes on.
 
-Rank 0 commits what all ranks have written. Ranks exchange messages through a mailbox, outside of collectives, so a save
+Rank 0 commits the blocks of all ranks. Ranks exchange messages through a mailbox, outside of collectives, so a save
 may outlive its generation. Rank 0 gives up on the save when the heartbeats of a rank that is writing stop.
 """
 
@@ -41,7 +41,7 @@ SAVE_HEARTBEAT_S = 0.5
 SILENT_RANK_S = 15.0
 """Rank 0 gives up on a rank after this long without a heartbeat."""
 FAILED_RANK_S = 2.0
-"""The same, once some rank has failed."""
+"""Rank 0 gives up after this long without a heartbeat, once some rank has failed."""
 CHUNK_CHARACTERS = 1 << 20
 """Largest chunk of a report. Torch's store takes values of up to 8 MiB; a character takes up to four bytes."""
 
@@ -115,7 +115,7 @@ class Saver:
         self._writer.prepare(state)
 
     def begin(self, state: dict[str, Any], save: Save) -> None:
-        """Waits for the save before, copies this rank's share of the state, and starts writing it in the background.
+        """Waits for the previous save, copies this rank's share of the state, and starts writing it in the background.
 
         Every rank calls it, at the same step. If the host memory for the copy cannot be allocated, the save fails and
         training can go on.
@@ -289,7 +289,7 @@ class _Messages:
 
 
 def is_of_storage(error: Exception) -> bool:
-    """Returns whether the storage made a save fail, rather than the state that was to be saved."""
+    """Returns whether a save failed because of the storage, and not because of the state to save."""
     return isinstance(error, StorageError) and not isinstance(error, CheckpointError)
 
 

@@ -1,4 +1,4 @@
-"""Makes commits: checks that everything is written, publishes the manifest last, and removes superseded commits."""
+"""Makes commits: checks that all objects are written, publishes the manifest last, and removes superseded commits."""
 
 from __future__ import annotations
 
@@ -62,14 +62,14 @@ class CheckpointStore(CommitCatalog):
         is_current: Callable[[], bool] = lambda: True,
         on_commit: Callable[[Commit], object] = lambda commit: None,
     ) -> Commit:
-        """Commits what all ranks have written. Only rank 0 calls it; it returns when the commit is durable.
+        """Commits the parts that all ranks have written. Only rank 0 calls it; it returns when the commit is durable.
 
         A step is committed once: if another attempt was first, and verifies, its commit is returned and this attempt is
-        removed. Superseded commits are removed afterwards. A failure there is logged; the next commit tries again.
+        removed. Superseded commits are removed afterwards. A failed removal is logged; the next commit tries again.
 
         Args:
             step, attempt, record, is_current: as in `Save`.
-            parts: what each rank wrote, in rank order.
+            parts: the part that each rank wrote, in rank order.
             kinds: all tensors of the state, by name.
             fence: as in `Save`; called right before the manifest is stored, or anything is removed or set aside.
             on_commit: called with the commit once it is durable, before anything is removed.
@@ -128,7 +128,7 @@ class CheckpointStore(CommitCatalog):
             _log.warning("%s stays until the next commit: %s", prefix, error)
 
     def _existing(self, step: int, record: Mapping[str, Any], fence: Callable[[], None]) -> Commit | None:
-        """Returns the commit of this step if it verifies. A bad one, or one of another run, is set aside."""
+        """Returns the commit of this step if it verifies. A bad commit, or another run's, is set aside."""
         existing = self.complete_at(step, record=record, verify=True)
         if not isinstance(existing, Bad):
             return existing

@@ -59,10 +59,10 @@ class StateWriter:
         self._blocks = BlockWriter()
         self._samples: tuple[Sample, ...] = ()
         self._skeletons: dict[str, Any] | None = None
-        """On rank 0: of the staged state, until it is written. They share nothing with the state, which may change."""
+        """On rank 0: the skeletons of the staged state, until they are written. They share no memory with the state."""
         self._rank = 0
         self._plan_key: Any = None
-        """All that `_share` and `_replicated` depend on. They are planned again if it changes."""
+        """All that `_share` and `_replicated` depend on. The writer plans both again if any of it changes."""
         self._share: list[Block] = []
         self._replicated: list[Block] = []
         """Blocks that all ranks hold alike."""

@@ -6,7 +6,7 @@
 `micro_batches` (copies them to the device) -> `feed` (prefetches in the background) -> `feed_cache` (prepares the next
 feed).
 
-Beside them: `files` and `local_files` list and read files, `access` checks whether a node reads them, `weights` samples
+Other files: `files` and `local_files` list and read files, `access` checks whether a node reads them, `weights` samples
 rows by weight, `packing` moves objects between processes, `user_code` sends the user's functions to data processes and
 workers, and `user_calls` reports the call of such a function in which a data process died or hangs.
 """

@@ -34,7 +34,7 @@ def files_to_check(index: DatasetIndex | MapStyleIndex, storage: Storage) -> tup
 def announce(storage: Storage, session: str) -> None:
     """Writes an object named after the driver's session. A node that reads it has the same storage: `check_storage`.
 
-    Its name is new: a mounted bucket (gcsfuse, blobfuse) shows the old content of a replaced object for minutes.
+    The name is new: a mounted bucket (gcsfuse, blobfuse) shows the old content of a replaced object for minutes.
     """
     earlier = storage.list(_SESSIONS)
     storage.write(f"{_SESSIONS}/{session}", b"")
@@ -43,7 +43,7 @@ def announce(storage: Storage, session: str) -> None:
 
 
 def check_storage(storage: Storage, session: str) -> None:
-    """Raises ConfigError unless this node sees what the driver of a session has written with `announce`."""
+    """Raises ConfigError unless this node sees the object that the driver of a session wrote with `announce`."""
     try:
         storage.read(f"{_SESSIONS}/{session}")
     except FileNotFoundError:

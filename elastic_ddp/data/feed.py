@@ -97,7 +97,7 @@ class MicroBatchFeed:
     def is_ready(self) -> bool:
         """Whether the pipeline has yielded a micro-batch, or failed.
 
-        It stays true after `skip_to`, which may drop all micro-batches that are ready: the next ones follow at once.
+        The value stays true after `skip_to`, which may drop all ready micro-batches: the next ones follow at once.
         """
         with self._changed:
             return self._has_begun or self._error is not None
@@ -303,7 +303,7 @@ class _Closed(Exception):
 class InlineFeed(MicroBatchFeed):
     """Reads each micro-batch when it is taken, in the thread that trains, without Ray.
 
-    With it, `ElasticTrainer.debug` runs transform and `__getitem__` under a debugger.
+    With this feed, `ElasticTrainer.debug` runs transform and `__getitem__` under a debugger.
     """
 
     def _start(self) -> None:
@@ -323,5 +323,5 @@ class InlineFeed(MicroBatchFeed):
         """Returns at once: nothing is read before it is taken."""
 
     def close(self) -> None:
-        """Frees what has been read."""
+        """Frees the micro-batches that were read."""
         self._source = None

@@ -51,8 +51,8 @@ class FeedCache:
     def discard_unfit(self, micro_batches: tuple[int, ...], step: int | None) -> None:
         """Closes the prepared feed if it does not fit or has no rows yet. Call it before a process group forms.
 
-        Such a feed may open connections. Behind a NAT, the group could not tell them from its own. `step` is None if
-        the generation finds out where it begins.
+        Such a feed may open connections. Behind a NAT, the group could not tell these connections from its own. `step`
+        is None if the generation finds out where it begins.
         """
         feed = self._prepared
         if feed is None:

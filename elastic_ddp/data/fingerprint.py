@@ -56,8 +56,8 @@ def of_rows(data: Any) -> tuple[str, int | None]:
     """Returns the digest of a map-style data set, and a row that varies, if any.
 
     The name of the class, the length and a few rows count. Rows that differ between two reads with equal seeds do not,
-    nor do objects in them other than arrays, images, containers and plain values. The module of the class does not
-    count either: it is another one for a class that runs as a script.
+    nor do objects in rows other than arrays, images, containers and plain values. The module of the class does not
+    count either, because a class in a script has another module.
     """
     digest = hashlib.sha256()
     varying = None

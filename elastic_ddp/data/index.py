@@ -1,7 +1,7 @@
 """The index of a data set: its files and row groups, and a check that they have not changed.
 
-It is built once from the files' footers and stored in the run's storage. Row groups are numbered in stored order, file
-by file as listed. Rows are numbered the same way, which gives every row its row id.
+The index is built once from the files' footers and stored in the run's storage. Row groups are numbered in stored
+order, file by file as listed. Rows are numbered the same way, which gives every row its row id.
 """
 
 from __future__ import annotations
@@ -65,10 +65,10 @@ class DatasetIndex:
 
     @cached_property
     def fingerprint(self) -> str:
-        """SHA-256 of every file's path, size and version. It differs for different data sets.
+        """SHA-256 of every file's path, size and version, different for different data sets.
 
-        For the run's copy it covers the path relative to the run's folder, which may move, and no version, which a move
-        changes.
+        For the run's copy, the digest covers the path relative to the run's folder, which may move, and no version,
+        which a move changes.
         """
         if self.copy:
             return _sha256([file.path[file.path.rindex(self.copy) :], file.size] for file in self.files)

@@ -79,7 +79,7 @@ def _copy(storage: Storage) -> str | None:
 
 @contextmanager
 def _preserve_order(dataset: ray.data.Dataset) -> Iterator[None]:
-    """Makes tasks start in the order of the data. Their order names the files, and so defines the order of rows."""
+    """Makes tasks start in the order of the data. This order names the files, and so defines the order of rows."""
     options = dataset.context.execution_options
     before = options.preserve_order
     options.preserve_order = True

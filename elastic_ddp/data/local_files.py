@@ -103,7 +103,7 @@ def _scan(folder: str) -> list[os.DirEntry[str]]:
 
 
 def _status(path: str) -> os.stat_result:
-    """Returns the status of a file or folder, or of what a link leads to."""
+    """Returns the status of a file or folder, or of a link's target."""
     try:
         return os.stat(path)
     except OSError as error:

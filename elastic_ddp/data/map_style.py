@@ -1,7 +1,7 @@
 """Data sets in memory: arrays, tables, and map-style data sets, which have `__len__` and `__getitem__`.
 
-The driver puts them into Ray's object store once. The data processes of a node share arrays and tables there; each
-process unpickles its own copy of other objects.
+The driver puts data sets in memory into Ray's object store once. The data processes of a node share arrays and tables
+there; each process unpickles its own copy of other objects.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def load_content(index: MapStyleIndex) -> Any:
 
 @lru_cache(maxsize=_CACHED_DATA_SETS)
 def _load_shared(content: Shipped) -> Any:
-    """Returns what `MapStyleIndex.share` shared. A process unpickles it once."""
+    """Returns the content that `MapStyleIndex.share` shared. A process unpickles it once."""
     parts = content.load()
     try:
         return uninterrupted(lambda: load(parts))
@@ -182,7 +182,7 @@ def check_data(data: Any, transform: object = None, columns: Sequence[str] | Non
 def index_in_memory(data: Any, columns: Sequence[str] | None = None, *, identify: bool = True) -> MapStyleIndex:
     """Returns the index of a data set in memory; `columns` selects columns of arrays and tables.
 
-    Without `identify`, it has no fingerprint.
+    Without `identify`, the index has no fingerprint.
 
     Raises:
         DataError: the data set is empty, its columns are no arrays of one length, or a row cannot be read.

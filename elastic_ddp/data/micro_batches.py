@@ -23,7 +23,7 @@ class MicroBatch:
     index: int
     """The micro-batch's number, 0 to M-1."""
     rows: Any
-    """One tensor of shape (rows, ...) for each column, or what `collate_fn` returned. An empty micro-batch has
+    """One tensor of shape (rows, ...) for each column, or the result of `collate_fn`. An empty micro-batch has
     `micro_batch_size` rows of padding: BatchNorm, for example, refuses one row."""
     row_ids: Int64Array
     """The rows' positions in the stored order of the data set, without padding, shape (num_rows,)."""

@@ -1,10 +1,10 @@
 """The order of an epoch's rows: a pure function of (seed, epoch) that can be entered at any step.
 
-An epoch's stream is the row groups of the data set, permuted by (seed, epoch). It is cut into M contiguous lanes, one
-for each micro-batch number, whose lengths differ by at most one row. A row group at a cut is split there. In a lane,
-`window_row_groups` consecutive row groups form a window, whose rows are permuted by (seed, epoch, lane, window). Each
-permuted window is cut into chunks of `chunk_rows` rows, the input of a transform. Nothing depends on the world size, on
-the rank, or on the step at which an epoch is entered.
+An epoch's stream is the row groups of the data set, permuted by (seed, epoch). The stream is cut into M contiguous
+lanes, one for each micro-batch number, whose lengths differ by at most one row. A row group at a cut is split there. In
+a lane, `window_row_groups` consecutive row groups form a window, whose rows are permuted by (seed, epoch, lane,
+window). Each permuted window is cut into chunks of `chunk_rows` rows, the input of a transform. Nothing depends on the
+world size, on the rank, or on the step at which an epoch is entered.
 
 The first window of lane m is shorter by m modulo `window_row_groups` row groups. Lanes then end their windows at
 different steps, so that a worker with several lanes reads evenly.

@@ -1,7 +1,7 @@
 """Moves Python objects between processes of a run: data sets to the data processes, chunks and batches to the worker.
 
-Objects are pickled, because a `collate_fn` may return anything. What is unpickled here comes from another process of
-the same run, never from a file. The memory of arrays and tensors is kept apart from the pickle, to copy it less often.
+Objects are pickled, because a `collate_fn` may return anything. The pickles come from another process of the same
+run, never from a file. The memory of arrays and tensors is kept apart from the pickle, to copy it less often.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from elastic_ddp.errors import DataError, format_exception
 _BLOCK_BYTES = 8 << 20
 _FIRST_TASK_BYTES = 64 << 10
 _FIRST_BLOCK_S, _BLOCK_S = 0.02, 0.1
-"""How long the first block is filled, so that the first rows arrive soon, and the others: each costs about 5 ms."""
+"""How long the first block is filled, so that its rows arrive soon, and other blocks: a block costs about 5 ms."""
 _COLUMN = "column:"  # the prefix of the user's columns in a block of rows
 
 Parts = list[Array]
@@ -105,7 +105,7 @@ class Packed:
     """A pickled value."""
 
     parts: Parts
-    """As from `dump`, in the read-only memory of the object store."""
+    """Parts as from `dump`, in the read-only memory of the object store."""
 
     def load(self, new_memory: Callable[[int], Array] = lambda size: np.empty(size, np.uint8)) -> Any:
         """Returns the value, in memory of its own: `new_memory(size)` returns a writable array of bytes."""
@@ -165,7 +165,7 @@ def unpack_block(block: pa.Table) -> Iterator[Content]:
 
 
 def pack_rows(rows: Iterator[Content]) -> Iterator[pa.Table]:
-    """Yields blocks of one row each, which hold Arrow columns. Each is a task: the first ones are small."""
+    """Yields blocks of one row each, which hold Arrow columns. Each block is a task: the first ones are small."""
     group: list[Content] = []
     size = 0
     limit = _FIRST_TASK_BYTES

@@ -35,8 +35,8 @@ class Pipeline:
     """Yields packed chunks or micro-batches in order. One thread iterates, once; any thread may close it.
 
     For a data set in memory, each of `data.concurrency` processes makes every n-th micro-batch, as in a
-    DataLoader. Parquet files are read by one process. It also makes chunks or micro-batches if `data.concurrency` is 1,
-    or if there is no function of the user to call.
+    DataLoader. Parquet files are read by one process. If `data.concurrency` is 1, or there is no function of the user
+    to call, this process also makes chunks or micro-batches.
 
     With `any_node`, tasks may run on other nodes, for when Ray no longer starts tasks on this one.
     """
@@ -55,7 +55,7 @@ class Pipeline:
 
         Raises:
             DataError: raised by a read, the transform, the data set, or the collate function.
-            ConfigError: one of them cannot be loaded on this node.
+            ConfigError: the transform, the data set or the collate function cannot be loaded on this node.
             UserCallError: a task's process died in a call of the user's function.
             ray.exceptions.RayError: a task failed in another way.
         """
@@ -202,12 +202,12 @@ def explain_failure(error: Exception) -> Exception:
 
 
 def _shipped(function: Any, name: str) -> Any:
-    """Returns a function, or None, as the tasks receive it: `run.evaluate` gets one that the driver has not sent."""
+    """Returns a function, or None, as the tasks receive it: the driver has not sent functions for `run.evaluate`."""
     return function if function is None or isinstance(function, Shipped) else ship(function, name)
 
 
 def _own_error(error: BaseException | None) -> DataError | ConfigError | None:
-    """Returns the error of ours that a task raised, without the ones with which Ray wraps it, or None."""
+    """Returns this package's error that a task raised, without the errors with which Ray wraps it, or None."""
     seen: set[int] = set()
     innermost: DataError | ConfigError | None = None
     while error is not None and id(error) not in seen:

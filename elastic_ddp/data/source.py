@@ -43,7 +43,7 @@ def read_chunks(index: DatasetIndex, plan: FeedPlan) -> Iterator[Content]:
 
 
 def _with_windows(chunks: Iterator[Chunk], load: Callable[[Chunk], Future[Window]]) -> Iterator[tuple[Chunk, Window]]:
-    """Yields each chunk with its window. Loads the next few windows ahead, and drops those that are used up."""
+    """Yields each chunk with its window. Loads the next few windows ahead, and drops windows that are used up."""
     coming: deque[tuple[Chunk, WindowKey]] = deque()
     loading: dict[WindowKey, Future[Window]] = {}
     ahead: set[WindowKey] = set()

@@ -24,7 +24,7 @@ class HostBatch:
 
     step: int
     number: int
-    """Its number among all micro-batches of this worker, counted from step 0."""
+    """The micro-batch's number among all micro-batches of this worker, counted from step 0."""
     index: int
     content: list[dict[str, Any]] | Packed
     """The columns of each piece of a chunk, or a collated batch. An empty micro-batch has `micro_batch_size` rows of

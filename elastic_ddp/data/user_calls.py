@@ -1,8 +1,8 @@
 """Reports the call of a user's function (a transform, for example) in which a data process died or hangs.
 
 Ray reports only that a task's process died. So a data process writes the running call into a file of its node, to which
-Python's faulthandler appends the signal and the stack. The worker on that node reads the file. It can also request the
-stack of a running process.
+Python's faulthandler appends the signal and the stack. The worker on that node reads the file. The worker can also
+request the stack of a running process.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from elastic_ddp.storage.temporary_folder import TemporaryFolder
 
 _MAX_ROWS = 20
 _MAX_DESCRIBED_ROWS = 64
-"""As many as most micro-batches have, so that one that holds NaN is among them."""
+"""As many rows as most micro-batches have, so that a row with NaN is among them."""
 _EXIT_TIMEOUT_S = 1.0
 """How long a process may take to end after Ray saw its connection close."""
 _STACK_TIMEOUT_S = 1.0
@@ -99,7 +99,7 @@ class CallRecords:
         """Seconds for which the worker has waited during each running call, by process and the time that it began."""
 
     def find_fatal(self, locate: Callable[[list[int]], str], reason: str = "") -> UserCallError | None:
-        """Returns the call in which a process died, or None. Call it after Ray reported that one died.
+        """Returns the call in which a process died, or None. Call it after Ray reported that a process died.
 
         Args:
             locate: describes rows by their row ids.
@@ -127,7 +127,7 @@ class CallRecords:
             locate: describes rows by their row ids.
             after_s: the limit.
             waited_s: seconds since the previous call of this method for which the worker itself has run, and waited.
-                Time in which the machine or the worker was suspended is not among them.
+                Time in which the machine or the worker was suspended does not count.
         """
         before = self._waited
         self._waited = {}

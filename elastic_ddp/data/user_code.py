@@ -49,7 +49,7 @@ class DriverEnvironment:
     first: tuple[str, ...]
     """Entries of `sys.path` before the Python installation: the script's folder, for example."""
     last: tuple[str, ...]
-    """Entries after those."""
+    """Entries of `sys.path` after the Python installation."""
     node: str = ""
     """Address of the driver's node."""
 
@@ -68,8 +68,8 @@ class DriverEnvironment:
     def enter(self) -> None:
         """Extends `sys.path`, and changes the working directory, by what exists on this node.
 
-        If the `runtime_env` has a `working_dir`, Ray has set the working directory. It stays, and its modules come
-        first.
+        If the `runtime_env` has a `working_dir`, Ray has set the working directory. This directory stays, and its
+        modules come first.
         """
         global _entered
         if _entered == self:
@@ -156,7 +156,7 @@ def _refuse_breakpoint(*arguments: Any, **options: Any) -> None:
 def uninterrupted(function: Callable[[], T]) -> T:
     """Returns `function()`, which a thread runs to its end even if this one is interrupted.
 
-    Ray cancels a task by interrupting its main thread. Torch, once it is imported in part, cannot be imported again.
+    Ray cancels a task by interrupting its main thread. After an interrupted import, torch cannot be imported again.
     """
     pool = ThreadPoolExecutor(1, thread_name_prefix="imports")
     try:

@@ -187,7 +187,7 @@ def apply_transform(transform: Transform, rows: Arrays, seed: int, chunk: Key, n
 
 
 def _check_result(result: object, num_rows: int, title: str) -> None:
-    """Raises a DataError if a transform returned something else than a dict of arrays with a row for each row."""
+    """Raises a DataError unless a transform returned a dict of arrays with as many rows as its input."""
     if not isinstance(result, dict) or not result:
         raise DataError(
             f"the transform returned {'an empty dict' if result == {} else type(result).__name__}. Return a dict of "

@@ -24,9 +24,9 @@ class Resharding:
     held: tuple[tuple[int, ...], ...]
     """For each rank, the shards that it holds before: its own first, then the one that it mirrors."""
     keepers: tuple[int, ...]
-    """The ranks that have a shard afterwards: the one with their place here, modulo the number of shards."""
+    """The ranks that have a shard afterwards: `keepers[i]` has shard `i` modulo the number of shards."""
     num_after: int | None = None
-    """Number of shards afterwards; None for one for each keeper. If there are fewer, several keepers have the same."""
+    """Number of shards afterwards; None for the number of keepers. With fewer, several keepers have the same shard."""
 
     @property
     def num_kept(self) -> int:
@@ -50,15 +50,15 @@ class Formation:
     source: int | None = None
     """The rank that sends its state to the receivers. None if no rank has a state: the newest commit is restored."""
     receivers: tuple[int, ...] = ()
-    """The ranks that receive that state."""
+    """The ranks that receive the state of `source`."""
     first_step: int | None = None
-    """The number of steps done in that state."""
+    """The number of steps done in the state of `source`."""
     handover_only: bool = False
     """The generation makes no step. Its members transfer the state or commit it, and rejoin."""
     resharding: Resharding | None = None
-    """How the shards of the state change hands; None if it is not in shards."""
+    """How the shards of the state change hands; None if the state is not sharded."""
     same_members: bool = False
-    """The generation has the members of the one before it."""
+    """The generation has the same members as the previous generation."""
     in_collective_task: bool = False
     """Some members are in a collective task outside of a step, which others may have finished."""
     shard_size: int | None = None
@@ -77,7 +77,7 @@ class Assignment(Formation):
     num_nodes: int = 1
     """The number of nodes of the generation's workers."""
     largest_node: int = 1
-    """The number of workers of the generation on the node that has the most. The ranks of a node are consecutive."""
+    """The number of the generation's workers on the node with the most workers. The ranks of a node are consecutive."""
 
     @property
     def num_shards(self) -> int:

@@ -32,7 +32,7 @@ RULES = {
 Rules = dict[tuple[int, str], tuple[str, str | None]]
 """The full name of each buffer and its rule, by the `id` of its owner and its name there."""
 Changes = list[torch.Tensor | None]
-"""The change that a subtree of micro-batches makes to each combined buffer; None where it makes none."""
+"""The change that a subtree of micro-batches makes to each combined buffer; None for no change."""
 
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -269,7 +269,7 @@ class StepBuffers:
     def _check_known(self, buffers: Sequence[tuple[torch.nn.Module, str, torch.Tensor | None]]) -> Rules:
         """Returns the names and rules of all buffers. Raises a ConfigError for a buffer that a forward created.
 
-        A worker that resumes or joins does not have it.
+        A worker that resumes or joins does not have such a buffer.
         """
         registered = {(id(owner), name): owner for owner, name, _ in buffers}
         if self._rules is None or self._rules.keys() != registered.keys():

@@ -86,7 +86,7 @@ class CanonicalReduction:
     def watch(self, micro_batches: Collection[int], record: Record) -> None:
         """Makes the step call `record` with each of these micro-batches of this rank, and the digests of its gradients.
 
-        They are taken of the gradient alone, one for each parameter.
+        The digests are of the gradient alone, one for each parameter.
         """
         self._watched = micro_batches
         self._record = record
@@ -101,10 +101,10 @@ class CanonicalReduction:
     def compute(self, loss: torch.Tensor, *, past_hooks: bool = False, is_zero: bool = False) -> list[torch.Tensor]:
         """Runs a backward without DDP, and takes the gradients off the parameters.
 
-        With `is_zero`, they are zeros, whatever the backward returns.
+        With `is_zero`, the gradients are zeros, whatever the backward returns.
 
-        With `past_hooks`, DDP's hooks do not run. They would count the parameters that this backward uses as used by
-        the synchronizing one. Reentrant activation checkpointing does not support this.
+        With `past_hooks`, DDP's hooks do not run: the hooks would count the parameters that this backward uses as used
+        by the synchronizing one. Reentrant activation checkpointing does not support this.
         """
         if past_hooks:
             returned = torch.autograd.grad(loss, self._parameters, allow_unused=True)
@@ -136,8 +136,8 @@ class CanonicalReduction:
     def drop_unused_gradients(self) -> None:
         """Sets the gradient of parameters that no micro-batch of the step used to None. Collective.
 
-        DDP knows only which parameters the last micro-batches used, and drops the gradients of all others. This sets
-        them again for parameters that an earlier micro-batch of any rank used.
+        DDP knows only which parameters the last micro-batches used, and drops the gradients of all others. This method
+        sets them again for parameters that an earlier micro-batch of any rank used.
         """
         in_use = [p.grad is not None or position in self._used for position, p in enumerate(self._parameters)]
         used = torch.tensor(in_use).to(torch.uint8)
@@ -187,7 +187,7 @@ class CanonicalReduction:
         return done
 
     def _finish_gathers(self) -> None:
-        """Waits for gathers on gloo. DDP would wait for them as well, but no abort would end that."""
+        """Waits for gathers on gloo. DDP would wait for them as well, but no abort would end its wait."""
         before = self._enter_phase("communication")
         for gather in self._gathers:
             self._group.wait(gather)

@@ -1,9 +1,9 @@
 """Keeps `CUBLAS_WORKSPACE_CONFIG` out of the steps: torch up to 2.12 parses it at every call of cuBLAS.
 
-That takes tens of microseconds of the host, longer than the launch of a kernel. Torch checks only once, at the first
+The parsing takes the host tens of microseconds, more than the launch of a kernel. Torch checks only once, at the first
 call, that the variable allows deterministic results. Afterwards, it only sets the size of the workspace that torch
-gives to cuBLAS. On Hopper, this size is 32 MiB with `:4096:8` and without the variable, so the variable can be removed:
-no bit changes. It stays for models with recurrent layers: cuDNN calls cuBLAS itself, without torch's workspace.
+gives to cuBLAS. On Hopper, this size is 32 MiB with and without `:4096:8`, so removing the variable changes no bit. The
+variable stays for models with recurrent layers, for which cuDNN calls cuBLAS itself, without torch's workspace.
 
 Sources: `getChosenWorkspaceSize` and `alertCuBLASConfigNotDeterministic` of torch 2.11; torch 2.13 keeps the size
 (https://github.com/pytorch/pytorch/pull/177912).
@@ -18,7 +18,7 @@ import torch
 
 VARIABLE, VALUE = "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
 _HOPPER = 9
-"""Its major compute capability. On others, the size of the workspace would change, and perhaps the bits."""
+"""Hopper's major compute capability. On other GPUs, the size of the workspace would change, and perhaps the bits."""
 
 
 def multiply(device: torch.device) -> None:

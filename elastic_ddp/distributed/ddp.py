@@ -21,7 +21,7 @@ from elastic_ddp.errors import ConfigError
 from elastic_ddp.tensors.digest import digest_tensors
 
 POWERSGD_FIRST_STEP = 10
-"""Steps of a generation that PowerSGD leaves uncompressed. It needs two, in which DDP arranges its buckets."""
+"""Steps of a generation that PowerSGD leaves uncompressed: at least two, in which DDP arranges its buckets."""
 
 
 class _DirectCall(torch.nn.Module):
@@ -106,7 +106,7 @@ class DDPStrategy(Strategy):
     def prepare_forward(self, micro_batch: int | None) -> None:
         """Routes the forward of the last micro-batch through DDP, and all others through the user's model.
 
-        With `no_sync` and a static graph, DDP would count their backwards as part of the one that reduces.
+        With `no_sync` and a static graph, DDP would count the other backwards as part of the reducing one.
         """
         last = micro_batch == self.to_compute[-1]
         if last and self._replica is None:

@@ -15,8 +15,8 @@ from elastic_ddp.torch_internals import version
 Initialize = Callable[[torch.nn.Module], object]
 """Initializes the tensors that a module has itself, without its submodules."""
 _UNSET = 255
-"""The bytes of new tensors: floats are NaN, integers -1. If they are all left, and torch counted no change, nothing has
-initialized the tensor. Torch does not count changes of `tensor.data`."""
+"""The bytes of new tensors: floats are NaN, integers -1. If all bytes have this value, and torch counted no change, the
+tensor is uninitialized. Torch does not count changes of `tensor.data`."""
 
 
 class FirstWeights:
@@ -25,7 +25,7 @@ class FirstWeights:
     Args:
         seed: of the run.
         initialize: called with each module that has tensors on the meta device, itself or in submodules; None for
-            `module.reset_parameters()` of the modules that have some themselves.
+            `module.reset_parameters()` of the modules that have such tensors themselves.
     """
 
     def __init__(self, seed: int, initialize: Initialize | None = None) -> None:
@@ -37,7 +37,7 @@ class FirstWeights:
     def make(self, modules: Mapping[str, torch.nn.Module], device: torch.device) -> None:
         """Replaces the tensors that modules have on the meta device, and initializes the modules.
 
-        `modules` has them by name, parents before their submodules, which are initialized before them.
+        `modules` has the modules by name, parents first. Submodules are initialized before their parents.
         """
         made: dict[torch.Tensor, torch.Tensor] = {}  # by the tensors that they replace, which tied weights share
         unset: dict[torch.Tensor, int] = {}  # their versions

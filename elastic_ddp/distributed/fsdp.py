@@ -1,10 +1,10 @@
 """The FSDP strategy: each rank holds a shard of every parameter and of its optimizer state.
 
-It uses FSDP2, `torch.distributed.fsdp.fully_shard`. The forward and backward of a unit gather its parameters from all
-ranks, so all ranks must run the same number of them; see `fsdp_rounds`. A group of another size needs other shards:
-when workers join or leave as planned, rows move between the ranks (`shard_moves`), and the model is sharded again.
-A new run shards the model that the ranks built, unit by unit. With a model on the meta device, a rank never holds more
-than one whole unit.
+The strategy uses FSDP2, `torch.distributed.fsdp.fully_shard`. The forward and backward of a unit gather its parameters
+from all ranks, so all ranks must run the same number of them; see `fsdp_rounds`. A group of another size needs other
+shards: when workers join or leave as planned, rows move between the ranks (`shard_moves`), and the model is sharded
+again. A new run shards the model that the ranks built, unit by unit. With a model on the meta device, a rank never
+holds more than one whole unit.
 """
 
 from __future__ import annotations
@@ -52,12 +52,12 @@ POLICIES = {
     "bf16": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
     "fp16": MixedPrecisionPolicy(param_dtype=torch.float16, reduce_dtype=torch.float32),
 }
-"""By the run's precision."""
+"""The policy of each precision of a run."""
 _USE_IN_ALL = "add 0 * parameter.sum() of each to the model's output: with FSDP every micro-batch must use all of them"
 
 
 class FSDPStrategy(Strategy):
-    """Reduces gradients in every round of micro-batches. Between two, a rank holds shards only."""
+    """Reduces gradients in every round of micro-batches. Between two rounds, a rank holds shards only."""
 
     replicates_state = False
     deal = staticmethod(dealt_micro_batches)
@@ -150,7 +150,7 @@ class FSDPStrategy(Strategy):
     def _make_first_weights(self, modules: Mapping[str, torch.nn.Module]) -> None:
         """Gives the modules of a unit their first weights, which rank 0 built or `first_weights` makes.
 
-        On the meta device a rank makes and initializes all of them, and keeps its shard: their bits are equal on all.
+        On the meta device each rank initializes the whole unit, and keeps its shard: the bits are equal on all.
         """
         first = self._model.first_weights
         built = [name for name, parameter in _parameters_of(modules).items() if not parameter.is_meta]
@@ -168,7 +168,7 @@ class FSDPStrategy(Strategy):
     def _take_off(self, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, torch.nn.Parameter]:
         """Undoes the sharding of an earlier generation, and drops the state of the optimizers, which has its shards.
 
-        Returns the shards by name: the user may hold references to them, so they become the next ones.
+        Returns the shards by name: the user may hold references to them, so the next generation reuses these shards.
         """
         replaced = torch_internals.take_off_fsdp(self._model.module)
         for optimizer in optimizers if replaced else ():

@@ -29,11 +29,11 @@ class ParameterLocation:
     owner: torch.nn.Module
     key: str
     unit: torch.nn.Module
-    """The innermost unit that contains it."""
+    """The innermost unit that contains the parameter."""
 
     @property
     def parameter(self) -> torch.nn.Parameter:
-        """The parameter that is registered now. FSDP registers another one while the unit is gathered."""
+        """The parameter that is registered now. FSDP registers another parameter while the unit is gathered."""
         return getattr(self.owner, self.key)
 
 
@@ -75,8 +75,8 @@ def modules_by_unit(
 def check_room(locations: list[ParameterLocation], world_size: int, free_bytes: int, *, offloads: bool) -> None:
     """Raises a ConfigError if a rank with this much memory cannot hold its shard and one gathered unit.
 
-    Both count with their gradients. Optimizer state and activations come on top, and are not known yet. With
-    `offloads`, the shard is elsewhere.
+    Shard and unit count with their gradients. Optimizer state and activations come on top, and are not known yet.
+    With `offloads`, the shard is in host memory.
     """
     by_unit: dict[torch.nn.Module, int] = {}
     for parameter, unit in {location.parameter: location.unit for location in locations}.items():

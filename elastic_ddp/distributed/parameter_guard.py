@@ -1,7 +1,7 @@
 """Detects parameters that change in a step before `optimize`, changes between two steps, and `zero_grad()` in a step.
 
 A change in a forward happens once for each micro-batch of a rank, so the weights would depend on the number of workers.
-The first two happen again when a step is repeated.
+The first two kinds of change happen again when a step is repeated.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class ParameterGuard:
     def begin(self, parameters: Mapping[str, torch.nn.Parameter]) -> None:
         """Begins a step, or an update in it, with the model's parameters.
 
-        Raises a ConfigError if they or buffers changed since `end`.
+        Raises a ConfigError if parameters or buffers changed since `end`.
         """
         at_end = self._at_end
         self._at_end = {}

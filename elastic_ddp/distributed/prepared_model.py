@@ -48,13 +48,13 @@ class PreparedModel:
         self.use_replica(None)
 
     def use_replica(self, replica: Callable[..., Any] | None) -> None:
-        """Sets what calls of the module call, if they record gradients. None: the model, without synchronization."""
+        """Routes calls that record gradients to `replica`; None: to the model, without synchronization."""
         self._route.install(self.module)  # again, because module.compile() replaces it
         self._replica = replica
         self.called_replica = False
 
     def autocast(self, *, is_enabled: bool) -> AbstractContextManager[object]:
-        """The context in which parts of the model compute as in calls of it, or without autocast."""
+        """The context in which parts of the model compute as in calls of the model, or without autocast."""
         if self._autocast is None:
             return nullcontext()
         return torch.autocast(self._device_type, dtype=self._autocast, enabled=is_enabled)
@@ -84,8 +84,8 @@ def unit_predicate(
 ) -> Callable[[torch.nn.Module], bool]:
     """Returns a predicate for the submodules that FSDP shards as one unit each.
 
-    They have a class of `fsdp.shard_classes`, or `run.prepare(model, shard=...)` selects them. Raises a ConfigError if
-    no submodule has one of the class names, or `shard` selects none.
+    Such submodules have a class of `fsdp.shard_classes`, or `run.prepare(model, shard=...)` selects them. Raises a
+    ConfigError if no submodule has one of the class names, or `shard` selects none.
     """
     submodules = [submodule for submodule in module.modules() if submodule is not module]
     available = sorted({type(submodule).__name__ for submodule in submodules})

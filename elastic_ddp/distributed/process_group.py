@@ -102,7 +102,7 @@ class ProcessGroup:
 
         All generations use one store, hosted by the rendezvous, with a key prefix for each. Ranks first wait for each
         other in the store, where `abort` ends the wait. Then they connect to each other with a short timeout. A rank
-        that fails in between, with its address published, blocks gloo for five times that.
+        that fails in between, with its address published, blocks gloo for five times that timeout.
 
         Args:
             store: this worker's connection. A failed attempt drops it, since nothing else ends a wait in the store.
@@ -170,7 +170,7 @@ class ProcessGroup:
 
     def _form_communicator(self) -> None:
         """Makes NCCL connect the ranks. Torch would do that in the first collective, where nothing ends the wait for a
-        rank that has failed. Here `abort` does."""
+        rank that has failed. Here `abort` ends the wait."""
         own = self._sockets
         self._before_nccl = frozenset(tcp_sockets())
         self._sockets = own | self.store.sockets
@@ -368,7 +368,7 @@ def _is_raised_by_torch(error: BaseException) -> bool:
 def to_host(number: torch.Tensor) -> torch.Tensor:
     """Starts to copy one number from the device to the host. `read` waits for the work before the copy only.
 
-    For the loss of a micro-batch, that is its forward. Meanwhile the device computes the backward.
+    For the loss of a micro-batch, `read` waits for the forward, while the device computes the backward.
     """
     if number.device.type != "cuda":
         return number

@@ -9,8 +9,8 @@ With DDP a rank owns neighbouring micro-batches. It adds them into the largest s
 sums of these subtrees, brought together from all ranks, are then added up to the root. With FSDP micro-batches are
 dealt out in turn, so that each round brings neighbouring leaves of all ranks together, which are added at once.
 
-In the short last step of an epoch, the last micro-batches may have no rows. They are not leaves: adding zeros for them
-would turn -0.0 into 0.0, and only at some world sizes.
+In the short last step of an epoch, the last micro-batches may have no rows. Such micro-batches are not leaves: adding
+zeros for them would turn -0.0 into 0.0, and only at some world sizes.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Node(NamedTuple):
 def micro_batch_ranges(num_micro_batches: int, world_size: int) -> list[range]:
     """Returns each rank's micro-batches, at least one: contiguous ranges whose lengths differ by at most one.
 
-    Boundaries go where the tree has its largest subtrees, if they have a choice. A rank then holds fewer partial sums.
+    Where possible, boundaries are at the edges of the tree's largest subtrees. A rank then holds fewer partial sums.
     """
     smallest = num_micro_batches // world_size
     largest = -(-num_micro_batches // world_size)
@@ -53,7 +53,7 @@ def micro_batch_ranges(num_micro_batches: int, world_size: int) -> list[range]:
 
 
 def dealt_micro_batches(num_micro_batches: int, world_size: int) -> list[range]:
-    """Returns each rank's micro-batches, dealt out in turn: round k has those from k * W to k * W + W - 1."""
+    """Returns each rank's micro-batches, dealt out in turn: round k has micro-batches k * W to k * W + W - 1."""
     return [range(rank, num_micro_batches, world_size) for rank in range(world_size)]
 
 

@@ -22,7 +22,7 @@ class RowGather:
         self._signature = 0
 
     def add(self, micro_batch: int, num_rows: int, values: Mapping[str, torch.Tensor]) -> None:
-        """Adds rows of a micro-batch. One of padding, with `num_rows` 0, gives shapes only.
+        """Adds rows of a micro-batch. A micro-batch of padding, with `num_rows` 0, gives shapes only.
 
         Raises:
             ConfigError: a value is no tensor with one row for each row of the batch, or its name was given before.
@@ -40,7 +40,7 @@ class RowGather:
             rows[name] = value.detach()[:num_rows]
 
     def signature(self, micro_batches: Sequence[int]) -> int:
-        """Returns a number that is equal on all ranks if they gather the same, and 0 if this one gathers nothing.
+        """Returns a number that is equal on all ranks if they gather the same, and 0 if this rank gathers nothing.
 
         Raises:
             ConfigError: the rank's micro-batches do not gather the same names, shapes and dtypes.

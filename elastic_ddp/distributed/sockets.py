@@ -107,8 +107,8 @@ def choose_interface(
 ) -> dict[str, str]:
     """Returns the variables to set, so that gloo and NCCL use the same network interface.
 
-    Either of `GLOO_SOCKET_IFNAME` and `NCCL_SOCKET_IFNAME`, set by the user, decides for both backends. Without them it
-    is the interface that has `address`, the node's IPv4 address in Ray; if there is none, nothing is set. `interfaces`
+    Either of `GLOO_SOCKET_IFNAME` and `NCCL_SOCKET_IFNAME`, set by the user, decides for both backends. By default
+    both use the interface of `address`, the node's IPv4 address in Ray; if there is none, nothing is set. `interfaces`
     has the IPv4 address of each interface, by name.
     """
     gloo, nccl = (environment.get(f"{backend}_SOCKET_IFNAME") for backend in ("GLOO", "NCCL"))
@@ -127,7 +127,7 @@ def choose_interface(
 def selects(pattern: str, name: str) -> bool:
     """Returns whether a value of `NCCL_SOCKET_IFNAME` selects an interface.
 
-    It is a list of prefixes, after `^` to exclude, `=` for names.
+    The value is a list of prefixes, after `^` to exclude, `=` for names.
     """
     excludes = pattern.startswith("^")
     choices = pattern.removeprefix("^").removeprefix("=").split(",")

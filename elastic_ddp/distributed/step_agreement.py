@@ -1,8 +1,8 @@
 """The control all-reduce of a step: the votes that all ranks must agree on, and the records of all micro-batches.
 
-It sums one int64 vector over the ranks. Votes are counted. Each micro-batch has slots for its loss, its weight, and the
-digest of its row ids. Only the rank that computed it fills them; all others leave zeros. The sum therefore gives every
-rank the exact bits, at any world size.
+The all-reduce sums one int64 vector over the ranks. Votes are counted. Each micro-batch has slots for its loss, its
+weight, and the digest of its row ids. Only the rank that computed it fills them; all others leave zeros. The sum
+therefore gives every rank the exact bits, at any world size.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Agreement:
     total_weight: float | None
     """The sum of the weights; None if micro-batches have no weights but their numbers of rows."""
     losses: Sequence[float]
-    """The loss of every micro-batch with rows, in order; 0 for those whose weight is 0."""
+    """The loss of every micro-batch with rows, in order; 0 for a micro-batch of weight 0."""
     row_digests: Sequence[bytes]
     """The row digest of every micro-batch, in order."""
 

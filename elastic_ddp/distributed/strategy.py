@@ -48,7 +48,7 @@ def ignore(phase: str) -> str:
 
 
 class Marks(NamedTuple):
-    """Numbers for each of some tensors. One differs after a gradient was changed in place or replaced."""
+    """Numbers for each of some tensors. Some number differs after a gradient was changed in place or replaced."""
 
     tensors: list[int]
     gradients: list[int]
@@ -126,7 +126,7 @@ class Strategy(ABC):
         """Prepares the full model and its optimizers for training: with FSDP, shards them. DDP changes nothing.
 
         `rows` may have this rank's rows of the parameters, which become its shards. With `begins`, the model gets its
-        first weights; otherwise the caller loads what is not in `rows`.
+        first weights; otherwise the caller loads the tensors that `rows` lacks.
         """
 
     def layout(self, optimizers: Sequence[torch.optim.Optimizer]) -> Layout | None:
@@ -238,7 +238,7 @@ class Strategy(ABC):
 
     @contextmanager
     def _accumulating(self, *, is_last: bool) -> Iterator[None]:
-        """The context of every backward. Between two, gradients are not on the parameters, so that nothing is lost."""
+        """The context of every backward. Between backwards, gradients are not on the parameters, so none is lost."""
         self.check_gradients()
         for tensor, gradient in self._kept:
             tensor.grad = gradient
@@ -262,7 +262,7 @@ class Strategy(ABC):
         return int(self._rows[micro_batch]) / self.micro_batch_size
 
     def _factor(self, micro_batch: int, weight: float | None) -> float:
-        """Returns what to multiply a micro-batch's mean loss by; 0 for one of padding."""
+        """Returns the factor of a micro-batch's mean loss; 0 for padding."""
         return self.weight(micro_batch) if weight is None or not self._rows[micro_batch] else weight
 
     def min_forwards(self, rows: np.ndarray) -> int:
@@ -274,7 +274,7 @@ class Strategy(ABC):
 
     @abstractmethod
     def prepare_forward(self, micro_batch: int | None) -> None:
-        """Prepares the model. Called before the forward of each micro-batch; None for one of another rank."""
+        """Prepares the model. Called before the forward of each micro-batch; None for another rank's micro-batch."""
 
     @abstractmethod
     def backward(self, loss: torch.Tensor, micro_batch: int, weight: float | None = None) -> None:
@@ -288,10 +288,10 @@ class Strategy(ABC):
         """
 
     def _run_backward(self, loss: torch.Tensor, *, is_last: bool, zeroed: Iterable[torch.Tensor] = ()) -> None:
-        """Calls `loss.backward()`. In the last one of a step, what follows the own gradients is communication.
+        """Calls `loss.backward()`. In a step's last backward, the time after this rank's gradients is communication.
 
-        It adds zeros to the gradients of `zeroed`, whatever the loss is: 0 * inf would be NaN. All else happens as in
-        other backwards, since ranks must reduce the same buckets in the same order.
+        The gradients of `zeroed` are zeros, whatever the loss is: 0 * inf would be NaN. The backward still runs as
+        usual, since ranks must reduce the same buckets in the same order.
         """
         if is_last:
             torch_internals.call_after_gradients(loss, lambda: self._enter_phase("communication"))
@@ -319,7 +319,7 @@ class Strategy(ABC):
         """Frees parameters that a forward without a backward gathered. Call it before using parameters elsewhere."""
 
     def divide_kept(self, divisor: float) -> None:
-        """Divides what the step's backwards have added up so far on this rank, in place. Called before the last one."""
+        """Divides the gradients that the step has added up on this rank, in place. Called before the last backward."""
         if self._kept and divisor != 1.0:
             torch_internals.divide([gradient for _, gradient in self._kept], divisor)
 

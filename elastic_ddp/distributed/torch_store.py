@@ -27,8 +27,8 @@ _RETRY_DELAY_S = 0.1
 class StoreConnection:
     """A connection to the store, made while the worker warms up and kept from one generation to the next.
 
-    For each new connection, torch resolves the store's host name and the store resolves the client's address. That
-    takes 5 s when one answer of the name server is lost.
+    For each new connection, torch resolves the store's host name and the store resolves the client's address. The
+    resolution takes 5 s when one answer of the name server is lost.
 
     Attributes:
         sockets: the sockets of the connection. Shutting them down ends a wait in the store; then call `drop`.
@@ -84,7 +84,7 @@ class StoreConnection:
 class StoreMailbox:
     """Messages that ranks leave for each other in the store, under keys with the prefix `name`. Use it from one thread.
 
-    A wait of the training thread would block its connection, so this needs another one. `find` returns the current
+    A wait of the training thread would block its connection, so messages need another one. `find` returns the current
     address of the store when `address` fails. A restarted rendezvous has an empty store.
     """
 

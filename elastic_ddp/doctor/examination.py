@@ -1,4 +1,4 @@
-"""Gathers the facts about a cluster through one actor on each node. They use no CPU or GPU resources."""
+"""Gathers the facts about a cluster through one actor on each node. The actors use no CPU or GPU resources."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Probes:
     """The actors of all nodes, by the nodes' names."""
 
     def __init__(self, nodes: Mapping[str, Mapping[str, Any]]) -> None:
-        """Starts them. `nodes` has what Ray lists about each node."""
+        """Starts the actors. `nodes` has Ray's entry of each node."""
         self._actors: dict[str, Any] = {
             name: ray.remote(Probe)
             .options(num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False))
@@ -45,7 +45,7 @@ class Probes:
         }
 
     def call(self, method: str, arguments: Mapping[str, tuple[Any, ...]], timeout_s: float) -> dict[str, Any]:
-        """Calls a method on nodes at the same time. Returns each one's result, or a string: why there is none."""
+        """Calls a method on nodes at the same time. Returns the result of each node, or a string: why there is none."""
         calls = {name: getattr(self._actors[name], method).remote(*each) for name, each in arguments.items()}
         ready, _ = ray.wait([*calls.values()], num_returns=len(calls), timeout=timeout_s) if calls else ([], [])
         done = set(ready)

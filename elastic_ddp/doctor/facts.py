@@ -86,7 +86,7 @@ class Clock:
 
     offset_s: float
     uncertainty_s: float
-    """Half of the round trip in which it was read."""
+    """Half of the round trip in which the clock was read."""
 
 
 @dataclass(kw_only=True)
@@ -139,11 +139,11 @@ class Cluster:
 
     nodes: tuple[Node, ...]
     storage: str | None = None
-    """The URI that was checked."""
+    """The URI of the storage that was checked."""
     storage_problem: str | None = None
     """Why the machine that ran the check cannot use it."""
     data: str | None = None
-    """The path or URI that was checked."""
+    """The path or URI of the data that was checked."""
     data_problem: str | None = None
     num_files: int = 0
     """The number of data files that each node read."""

@@ -45,8 +45,8 @@ def connect_or_start(note: Callable[[str], None], runtime_env: Mapping[str, Any]
     """Connects a driver to the Ray cluster at `RAY_ADDRESS` or on this machine, or starts one on this machine.
 
     Returns whether this process has started the cluster, which then consists of this machine alone. `note` prints which
-    cluster is used. All processes of this driver get Ray's `runtime_env`. If this process is connected already, this
-    only checks that it has that one.
+    cluster is used. All processes of this driver get Ray's `runtime_env`. If this process is connected already,
+    this only checks that the process has this `runtime_env`.
     """
     if ray.is_initialized():
         if runtime_env and _runtime_envs.get(ray.get_runtime_context().get_job_id()) != runtime_env:
@@ -132,7 +132,7 @@ def _prepare_connection(address: str, elsewhere: str) -> None:
     """Loads the cluster's token, and finds out early what Ray would wait for during a minute or more.
 
     Raises ConnectionError if no process listens at the address, and ConfigError if this machine is not a node of the
-    cluster; that message ends with `elsewhere`.
+    cluster; its message ends with `elsewhere`.
     """
     host, _, port = address.rpartition(":")
     has_port = "/" not in host and port.isdecimal()

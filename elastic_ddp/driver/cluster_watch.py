@@ -61,7 +61,7 @@ class GcsWatch:
         return self._clock() - self._responded_at >= END_BEFORE * self._timeout_s
 
     def check(self) -> str | None:
-        """Contacts the GCS if that is due. Returns the line to print if it has gone away or come back."""
+        """Contacts the GCS if a contact is due. Returns the line to print if it has gone away or come back."""
         now = self._clock()
         if self.is_lost or now - self._contacted_at < CONTACT_S:
             return None

@@ -60,7 +60,7 @@ def train_here(job: Job, note: Callable[[str], None]) -> dict[str, Any]:
 
 
 class LocalClient(RendezvousClient):
-    """The client of a run's only worker, in the driver's process. It has no rendezvous, and no hang detection.
+    """The client of a run's only worker, in the driver's process, without a rendezvous and hang detection.
 
     `on_event` receives each event, with its time.
     """

@@ -1,7 +1,7 @@
 """Restarts a submitted driver that has died: `python -m elastic_ddp.driver.job_restarts`, in the driver's own job.
 
-The command starts a detached actor on the head, where the job server is. It needs no state: it finds the jobs of the
-submission by their ids. Ray restarts the actor, also on a new head that has restored its state from Redis.
+The command starts a detached actor on the head, where the job server is. The actor needs no state: it finds the jobs of
+the submission by their ids. Ray restarts the actor, also on a new head that has restored its state from Redis.
 """
 
 from __future__ import annotations

@@ -121,8 +121,8 @@ def restart(client: JobSubmissionClient, jobs: Jobs, job: JobDetails) -> str | N
 def record_dead_jobs(client: JobSubmissionClient, job: str) -> None:
     """Makes a new head record that jobs died with the old one. `job` is the id of any job.
 
-    Ray on a new head takes them for running until a request to submit a job arrives. Ray rejects this request, because
-    the id is in use.
+    Ray on a new head considers these jobs running until a request to submit a job arrives. Ray rejects this request,
+    because the id is in use.
     """
     try:
         client.submit_job(entrypoint="true", submission_id=job)

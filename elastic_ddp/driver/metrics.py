@@ -1,7 +1,7 @@
 """The run's metrics for Prometheus, which Ray's agent on the driver's node exports with the prefix `ray_`.
 
-They are exported if that node has `ray[default]`; elsewhere Ray drops them. Gauges end 20 s after the driver. Counters
-start at zero in each driver.
+Metrics are exported if that node has `ray[default]`; elsewhere Ray drops them. Gauges end 20 s after the driver.
+Counters start at zero in each driver.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ COUNTERS = {
 }
 """Help and labels of each counter, without the label `run`."""
 FAILURES = ("worker", "connection", "start", "hang", "commit", "rendezvous", "corruption", "run")
-"""Kinds of failures. A worker that hangs is one of kind `hang` and one of kind `worker`."""
+"""Kinds of failures. A worker that hangs counts as one `hang` and one `worker`."""
 _FAILURES: dict[type[Event], str] = {
     events.NewcomerFailed: "start",
     events.StartFailed: "start",
@@ -151,7 +151,7 @@ class RunMetrics:
             start_at_zero(self._counters["failures_total"], {"run": self._run, "kind": kind})
 
     def _move_to(self, step: int) -> None:
-        """Training continues from `step`, which is an earlier one if all workers failed."""
+        """Training continues from `step`, an earlier step if all workers failed."""
         self._count("steps_total", step - self._step)
         if step < self._step:
             self._samples = None  # known again after the next logged step

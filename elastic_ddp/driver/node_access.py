@@ -21,7 +21,7 @@ from elastic_ddp.storage.storage import Storage
 ANSWERS_WITHIN_S = 120.0
 """How long a node may take to start a process that checks its access: loading torch from a new cloud disk is slow."""
 INSTALLS_WITHIN_S = 600.0
-"""The same if Ray may have to install packages first."""
+"""The limit if Ray may have to install packages first."""
 NOTE_AFTER_S = 10.0
 """When the driver prints that it waits for nodes."""
 
@@ -40,7 +40,7 @@ def check_nodes(
 ) -> None:
     """Raises unless each of `nodes`, from `ray.nodes()`, that a worker fits on reads `files` and uses the storage.
 
-    It announces `session` in the storage, for workers on nodes that join later as well. It starts no task on the
+    The check announces `session` in the storage, for workers on nodes that join later as well. No task runs on the
     driver's machine, which uses both already. Raises DataError if a node cannot read the data, and ConfigError if one
     cannot use the storage. A node that does not run the check in time is noted, and is an error only if workers can
     start nowhere else.
@@ -88,7 +88,7 @@ def probe_nodes(
 ) -> tuple[dict[str, Problem], list[str]]:
     """Returns the problems of `nodes`, addresses by Ray's node id, and the nodes that do not answer in time.
 
-    It runs a task without CPUs on each node, all at the same time. Nodes that leave meanwhile count as neither. The
+    A task without CPUs runs on each node, all at the same time. Nodes that leave meanwhile are in neither result. The
     caller has called `announce` with `storage` and `session`. Raises ConfigError if a node lacks this package or
     another module.
     """

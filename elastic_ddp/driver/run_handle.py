@@ -181,8 +181,8 @@ class RunHandle:
         """Requests a verified step. Blocks until it is done.
 
         Returns:
-            What differs between the ranks and which rank is at fault; "" if all bits are equal. If they differ, the run
-            does what `verify.action` says.
+            What differs between the ranks and which rank is at fault; "" if all bits are equal. If bits differ, the run
+            takes the action of `verify.action`.
 
         Raises:
             ElasticDDPError: the run cannot be verified, or ended before the step.

@@ -122,7 +122,7 @@ class Session:
             self._error = error
 
     def _follow(self) -> dict[str, Any]:
-        """Records and shows what happens until the run is over, and returns its outcome."""
+        """Records and shows events until the run is over, and returns its outcome."""
         stopping = False
         while True:
             self._check_ownership()

@@ -32,7 +32,7 @@ _SIGNATURES = {
     "transform": (2, "two arguments, a dict of NumPy arrays and a generator", "def transform(rows, rng)"),
     "collate_fn": (1, "one argument, a list of rows", "def collate(rows)"),
 }
-"""Number of arguments of the user's functions, what they are, and a definition."""
+"""Number of arguments of the user's functions, their names, and a definition."""
 
 
 def check_functions(train: Any, transform: Any, collate_fn: Any) -> None:
@@ -148,7 +148,7 @@ def check_steps(index: DatasetIndex | MapStyleIndex, config: RunConfig) -> None:
 
 
 def check_capacity(nodes: Sequence[Mapping[str, float]], config: RunConfig, *, num_tasks: int, may_grow: bool) -> None:
-    """Raises ConfigError if the run can never start on a cluster of these nodes. Nodes may join if it `may_grow`."""
+    """Raises ConfigError if the run can never start on these nodes or, if the cluster `may_grow`, on more nodes."""
     check_cpus(nodes, config, num_tasks)
     shortage = explain_shortage(nodes, config.resources_per_worker, config.min_workers)
     if shortage is not None and not may_grow:

@@ -1,7 +1,7 @@
 """The jobs of a submitted driver: how one died, which job restarts it, and whether any will.
 
 A driver that is restarted gets a new job. The jobs of one submission have the ids `ID`, `ID-1`, `ID-2`, ..., and their
-metadata has how many there may be. The id of a job can be used once. The next one becomes either a restart, or a
+metadata has how many there may be. The id of a job can be used once. The next id becomes either a restart, or a
 marker: a job without a driver, which ends the restarts.
 """
 
@@ -37,7 +37,7 @@ Jobs = Mapping[str, JobDetails]
 
 
 def newest_first(jobs: Collection[JobDetails]) -> Jobs:
-    """Returns the submitted ones of these jobs."""
+    """Returns the submitted jobs among these jobs."""
     found = sorted(jobs, key=lambda job: job.start_time or 0, reverse=True)
     return {job.submission_id: job for job in found if job.submission_id is not None}
 
@@ -109,7 +109,7 @@ def describe(job: JobDetails) -> str:
 
 
 def outlook(jobs: Jobs, job: JobDetails) -> str:
-    """Returns the state of a job, and of one whose driver died also whether it is restarted."""
+    """Returns the state of a job, and if its driver died, whether the driver is restarted."""
     if how_it_died(job) is None:
         return describe(job)
     next_job = following(jobs, job)
@@ -124,7 +124,7 @@ def outlook(jobs: Jobs, job: JobDetails) -> str:
 def dead_drivers(jobs: Jobs, live: Collection[str]) -> dict[str, str]:
     """Returns the outlook of each submitted driver that has died, by the name of its run, or by the id of its job.
 
-    Runs in `live` have a driver, and a driver that a person has submitted again is another one.
+    Runs in `live` have a driver. A driver that a person has submitted again is another driver.
     """
     seen = set(live)
     found = {}

@@ -88,7 +88,7 @@ def _without_frames(method: Callable[P, R]) -> Callable[P, R]:
 
 
 def _import_session() -> None:
-    """Imports modules that take a second. Errors are raised where they are imported again."""
+    """Imports modules that take a second. Errors are raised where the modules are imported again."""
     with suppress(Exception):
         import elastic_ddp.driver.session
         import elastic_ddp.ray_internals.torch_trainer  # noqa: F401
@@ -114,7 +114,7 @@ class RunResult:
     best_step: int | None
     """Step of the commit with the best value of `checkpoint.best_metric`; None without that setting or a value."""
     best_metric: float | None
-    """That value."""
+    """The value of `checkpoint.best_metric` in this commit."""
     uri: str
     """The run's folder, `<storage>/<name>`. It holds the commits, the ledger and the summary. Empty from `debug`."""
     summary: Mapping[str, Any] = field(repr=False)

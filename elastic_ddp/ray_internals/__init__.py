@@ -1,4 +1,4 @@
-"""The only package that uses Ray's private APIs, and the check that the installed Ray is the version they belong to.
+"""The only package that uses Ray's private APIs, and the check that the installed Ray has the version of these APIs.
 
 `controller` adds and removes Ray Train workers while the others train; start reading there. `dataset` runs Ray Data.
 """
@@ -35,7 +35,7 @@ def check_ray_version() -> None:
 def check_home_folder() -> None:
     """Raises ConfigError for a user without a home folder, as in a container whose user is not in /etc/passwd.
 
-    Without one the import of Ray Train fails.
+    Without a home folder the import of Ray Train fails.
     """
     try:
         Path.home()
@@ -63,7 +63,7 @@ def has_ray_ended(*, is_ending: bool = False) -> bool:
 def separate_daemons() -> Iterator[None]:
     """Starts Ray's processes in sessions of their own in the `with` block.
 
-    SIGTERM to the driver's process group, or the end of its terminal, would end them, and so the run before it commits.
+    SIGTERM to the driver's process group, or the end of its terminal, would end Ray, and so the run before it commits.
     """
     services: Any = ray._private.services
     popen = services.ConsolePopen
@@ -77,8 +77,8 @@ def separate_daemons() -> Iterator[None]:
 def use_token_on_this_machine(address: str) -> None:
     """Enables token authentication if the cluster at `address`, host:port or auto, needs it. Call it before `ray.init`.
 
-    A cluster that `ray.init()` has started requires a token. Ray loads it if it finds the cluster by itself, but not if
-    it is given the address. A cluster without authentication rejects processes that enable it. This machine's token is
+    A cluster that `ray.init()` has started requires a token. Ray loads the token if it finds the cluster by itself, but
+    not from a given address. A cluster without authentication rejects processes that enable it. This machine's token is
     not sent to other machines, unless `RAY_AUTH_MODE=token` is set.
     """
     from ray._private.authentication import authentication_token_setup
@@ -141,5 +141,5 @@ def is_local(host: str) -> bool:
 
 
 def start_at_zero(counter: Any, tags: Mapping[str, str]) -> None:
-    """Exports a counter before its first increment, without which Prometheus' `increase` misses that one."""
+    """Exports a counter before its first increment, without which Prometheus' `increase` misses that increment."""
     counter._record(0.0, dict(tags))  # `inc` refuses 0

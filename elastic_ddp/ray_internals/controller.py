@@ -43,10 +43,10 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 PLACEMENT_TIMEOUT_S = 10.0
-"""How long a new worker waits for the capacity that Ray Train reported. Afterwards that view counts as stale."""
+"""How long a new worker waits for the capacity that Ray Train reported. Afterwards Ray Train's view counts as stale."""
 DIRECTIVES_RETRY_S = 1.0
 STARTING_POLL_S = 0.2
-"""How often workers are polled while others are starting: each poll moves those forward."""
+"""How often the controller polls workers while some are starting: each poll advances a start."""
 DEFAULT_DRAIN_S = 60.0
 """Seconds left to a node that Ray drains without a deadline."""
 MIN_DRAIN_S = 0.1
@@ -57,7 +57,7 @@ MAX_START_BACKOFF_S = 60.0
 """Longest pause after failed starts: 2 s after the first, then twice as long after each further one."""
 
 _VERBOSE_LOGGERS = ("scaling_policy", "worker_group", "failure_handling.default")
-"""They log each poll of the cluster, each try to start workers, and each failed worker as a failed run."""
+"""Loggers that log each poll of the cluster, each try to start workers, and each failed worker as a failed run."""
 
 
 class StartBackoff:
@@ -65,7 +65,7 @@ class StartBackoff:
 
     def __init__(self) -> None:
         self.until = 0.0
-        """Its end, on the monotonic clock."""
+        """The end of the pause, on the monotonic clock."""
         self._num_failed = 0
 
     def add(self, num_failed: int) -> None:
@@ -306,7 +306,7 @@ class ElasticController(TrainController):
 
 
 def start_failure(error: TrainingFailedError) -> str | None:
-    """Returns why a group did not start, or None if this is another error."""
+    """Returns why a group did not start, or None for another error."""
     if isinstance(error, ControllerError) and isinstance(error.controller_failure, WorkerGroupStartupFailedError):
         return str(error.controller_failure)
     return None

@@ -1,7 +1,7 @@
 """Executes a Ray Data data set with Ray's own executor, which the public iterators do not expose.
 
 A public iterator kills the pipeline's processes when it ends: the next pipeline then yields after 0.6 to 0.9 s instead
-of 0.06 to 0.08 s (two cores). It also cannot be stopped while another thread waits in it.
+of 0.06 to 0.08 s (two cores). A public iterator also cannot be stopped while another thread waits in it.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ _NO_AUTOSCALER = SimpleNamespace(
     on_executor_shutdown=_do_nothing,
     get_total_resources=ExecutionResources.for_limits,
 )
-"""Requests no nodes. Ray Data's autoscaler does if many blocks wait, which is the normal state here. It also calls an
+"""Requests no nodes. Ray Data's autoscaler requests nodes if many blocks wait, the normal state here, and calls an
 actor in each round of the scheduling loop, which used a third of a core."""
 
 

@@ -19,7 +19,7 @@ _NAME = re.compile(r"elastic_ddp-(.+)-[0-9a-f]{32}-[0-9a-f]{32}")
 
 
 def nodes_if_none_is_here(address: str) -> list[str] | None:
-    """Returns the addresses of a cluster's live nodes if none is on this machine; None if one is, or that is unknown.
+    """Returns the addresses of a cluster's live nodes if none is on this machine; None if one is, or if unknown.
 
     A process joins a cluster through a node on its own machine. Ray finds it by the processes of this machine, and
     waits for one for a minute. This function waits for `ANSWERS_WITHIN_S`: a node may be starting. A cluster whose head

@@ -44,7 +44,7 @@ def init_ray(**options: Any) -> None:
 def enable_token() -> bool:
     """Enables authentication with this machine's token. Returns whether there is one.
 
-    If Ray's own place has none, it is the one that `init_ray` created in an earlier process.
+    If Ray's own place has no token, this enables the token that `init_ray` created in an earlier process.
     """
     token = _token_file()
     is_given = _PATH in os.environ or "RAY_AUTH_TOKEN" in os.environ

@@ -34,11 +34,11 @@ _MARK = ":ray_message:"
 _NATIVE = re.compile(r"\[\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d+ [A-Z] \d+ \d+\] ")
 """Start of a line of Ray's C++ code, which every process may print."""
 _OF_PROFILER = "ERROR: External init callback must run in same thread as registerClient"
-"""Start of a line that torch's profiler prints if it starts in another thread than the main one. It means nothing."""
+"""Start of a line that torch's profiler prints if it starts in another thread than the main one; harmless."""
 _MORE_OF_NATIVE = re.compile(r"\s|\*\*\* |\S+\(\S*\+0x[0-9a-f]+\) ")
 """Start of further lines of such a message: text that is indented, or frames of a C++ stack."""
 _LOG = "ray_print_logs"
-"""Ray's name for its handler of what workers print."""
+"""Ray's name for its handler of workers' output."""
 
 
 def mark_messages() -> None:
@@ -70,7 +70,7 @@ class RayMessages:
     """Writes Ray's messages to a file while its `with` block runs in a driver that is connected to Ray.
 
     The first message creates `file` and calls `note` with a line that says where it is. If `verbose`, the console shows
-    them, too. Threads of Ray call the methods.
+    messages, too. Threads of Ray call the methods.
     """
 
     def __init__(self, file: Path, note: Callable[[str], None], *, verbose: bool) -> None:

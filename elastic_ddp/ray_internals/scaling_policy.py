@@ -43,7 +43,7 @@ def shorten_intervals() -> None:
 
 
 def autoscaled_nodes() -> set[str]:
-    """Returns the ids of the live nodes that an autoscaler has started. Only these have an instance id."""
+    """Returns the ids of the live nodes that an autoscaler has started. Only such nodes have an instance id."""
     worker: Any = ray._private.worker.global_worker
     nodes = worker.gcs_client.get_all_node_info()
     alive = GcsNodeInfo.GcsNodeState.ALIVE
@@ -71,8 +71,8 @@ class _ResourceRequest(ScalingConfig):
 class LimitedScalingPolicy(ElasticScalingPolicy):
     """Requests resources for the workers that the run may have now, which can be fewer than `max_workers`.
 
-    It also requests the resources of nodes that the run must avoid, and ignores them: Ray reserves them first. Before a
-    group starts, Ray refreshes its view of the cluster, which could be 20 s old and contain a dead node.
+    The request includes the resources of nodes that the run must avoid, which it ignores: Ray reserves them first.
+    Before a group starts, Ray refreshes its view of the cluster, which could be 20 s old and contain a dead node.
     """
 
     limit = sys.maxsize
@@ -80,7 +80,7 @@ class LimitedScalingPolicy(ElasticScalingPolicy):
     num_avoided = 0
     """Workers that fit on the nodes to avoid."""
     _free: Mapping[str, ResourceDict] | None = None
-    """Free resources of each node, while the size of a group is decided after one that has not started."""
+    """Free resources of each node, while the size of a group is decided after another group has not started."""
     _has_tried = False
     """Whether a group was to start, and none has run since."""
 
@@ -140,7 +140,7 @@ class LimitedScalingPolicy(ElasticScalingPolicy):
         return min(self.limit, self._count_workers(usable))
 
     def _free_part(self, node: str, reserved: ResourceDict) -> ResourceDict:
-        """Returns what is free of a node's resources: Ray reserves also what actors of other jobs hold.
+        """Returns the free resources of a node: Ray also reserves resources that actors of other jobs hold.
 
         A group of too many workers does not start, and Ray Train would try the same number again.
         """

@@ -28,7 +28,7 @@ _log = logging.getLogger(__name__)
 START_TIMEOUT_S = 600.0
 """How long a worker's process may take to start once it is placed. Ray may have to install its environment first."""
 TAKE_PLACE_TIMEOUT_S = 1.0
-"""How long a standby may take to answer. On a node that is cut off, it never does."""
+"""How long a standby may take to answer. On a node that is cut off, a standby never answers."""
 
 
 @dataclasses.dataclass
@@ -42,12 +42,12 @@ class StartingWorker:
     actor: Any = None
     worker: Worker | None = None
     pending: Any = None
-    """Reference of the call that it waits for."""
+    """Reference of the call that the worker waits for."""
     launched: bool = False
-    """Whether that call starts its training function, the last stage."""
+    """Whether this call starts the worker's training function, the last stage."""
 
     def check_timeout(self) -> None:
-        """Raises a TimeoutError if its process has not started in time."""
+        """Raises a TimeoutError if the worker's process has not started in time."""
         if self.actor is not None and time.monotonic() - self.placed_at >= START_TIMEOUT_S:
             raise TimeoutError(f"its process did not start within {START_TIMEOUT_S:g} s")
 

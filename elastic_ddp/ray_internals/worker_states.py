@@ -19,9 +19,9 @@ class WorkerStates:
 
     all: frozenset[int]
     finished: frozenset[int]
-    """Their function returned because the run is over."""
+    """Workers whose function returned because the run is over."""
     dismissed: frozenset[int]
-    """They were released by the rendezvous, or their function returned before the end of the run."""
+    """Workers that the rendezvous released, or whose function returned before the end of the run."""
     exited: frozenset[int]
     """Dismissed workers that have exited or are overdue."""
     failed: dict[int, Exception]

@@ -1,7 +1,7 @@
 """Reads and writes of large files with O_DIRECT (open(2)), past the page cache, on local disks.
 
-A checkpoint gains nothing from the page cache. Copying it there costs as much CPU as all other work on it, and evicts
-pages that other programs use. Memory that is not aligned goes through the page cache.
+A checkpoint gains nothing from the page cache. Copying the checkpoint there costs as much CPU as all other work on it,
+and evicts pages that other programs use. Memory that is not aligned goes through the page cache.
 """
 
 from __future__ import annotations

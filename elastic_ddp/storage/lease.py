@@ -55,9 +55,9 @@ class Driver:
     since: str = "an unknown time"
     """Start time by the clock of its host, in ISO format."""
     ray_address: str | None = None
-    """None until it has connected to Ray."""
+    """Ray's address; None until the driver has connected to Ray."""
     boot_id: str = ""
-    """Boot id of its host's kernel; empty if unknown."""
+    """Boot id of the host's kernel; empty if unknown."""
     pid_namespace: int = 0
     """Inode of the namespace of `pid`."""
     started: int | None = None
@@ -176,7 +176,7 @@ class DriverLease:
     def acquire(self) -> None:
         """Acquires the lease, and renews it from a thread; does nothing if this driver holds it.
 
-        The lease of a dead process on this machine is taken over at once, one held elsewhere when it has expired.
+        The lease of a dead process on this machine is taken over at once, any other lease after it has expired.
 
         Raises:
             ConfigError: the run has a live driver; the message names it.
@@ -325,7 +325,7 @@ def _terms(storage: Storage) -> list[int]:
 
 
 def _parse(term: int, data: bytes) -> _Lease:
-    """Parses a lease. One that is torn, or of another version, is valid: a change of its bytes shows a live holder."""
+    """Parses a lease. A torn lease, or one of another version, is valid: a change of its bytes shows a live holder."""
     try:
         content: dict[str, Any] = dict(json.loads(data))
     except (TypeError, ValueError):

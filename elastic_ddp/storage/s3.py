@@ -110,7 +110,7 @@ async def _read_into(fs: Any, path: str, start: int, buffer: memoryview) -> int:
 
 
 class _Parts:
-    """An object that s3fs sends in parts. It copies each part when it is sent, instead of all of them at first."""
+    """An object that s3fs sends in parts. This class copies each part when it is sent, and not all parts at first."""
 
     def __init__(self, data: bytes | memoryview) -> None:
         self._data = memoryview(data)

@@ -15,7 +15,7 @@ PREFIX = "elastic_ddp-tmp-"
 class TemporaryFolder:
     """A new folder in the folder for temporary files, locked as long as this process lives. `close` removes it.
 
-    Its creation removes the folders of processes that have ended without removing them.
+    Creating one removes the folders of processes that have ended without removing them.
 
     Attributes:
         path: the folder.

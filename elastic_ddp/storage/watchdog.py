@@ -13,7 +13,7 @@ from elastic_ddp.errors import StorageError
 from elastic_ddp.storage.storage import Storage
 
 MAX_OPERATION_S = 300.0
-"""An operation that takes longer may hang: a mount whose server is gone blocks forever."""
+"""An operation that takes longer than this may hang: a mount whose server is gone blocks forever."""
 
 STALL_TIMEOUT_S = 600.0
 """Time without a completed operation after which the storage counts as hung. One operation moves about ten MiB."""
@@ -70,8 +70,8 @@ class WatchedStorage(Storage):
     def run_watched(self, work: Callable[[], Result]) -> Result:
         """Runs `work`, which uses this storage, in a daemon thread. Returns the result of `work`, or raises its error.
 
-        If no operation completes for `STALL_TIMEOUT_S`, it raises StorageError and leaves the thread behind. After that
-        this storage refuses operations, so the thread cannot change anything.
+        If no operation completes for `STALL_TIMEOUT_S`, it raises StorageError and leaves the thread behind. From then
+        on, this storage refuses operations, so the thread cannot change anything.
         """
         self._last_progress = time.monotonic()
         done = run_in_daemon(work, f"{threading.current_thread().name}-work")

@@ -18,8 +18,8 @@ _ROWS = {"cpu": 1}
 def digest_tensors(tensors: Iterable[torch.Tensor | None]) -> torch.Tensor:
     """Returns the digest of each dense tensor, int64 of shape (tensors,), without a wait for the device.
 
-    It is the sum of the tensor's bits as words of 8 bytes, each times a weight of its place, modulo 2**64. The order of
-    elements in memory does not matter. Equal tensors have equal digests, also on different devices. Others do only by
+    A digest sums the tensor's bits as words of 8 bytes, each times a weight of its place, modulo 2**64. The order of
+    elements in memory does not matter. Equal tensors have equal digests on all devices; different tensors, only by
     chance: the weights are odd, so a change of one word always changes the digest. None has the digest of zeros.
     """
     digests = [torch.zeros((), dtype=torch.int64, device="cpu") if each is None else _digest(each) for each in tensors]

@@ -1,4 +1,4 @@
-"""DTensors, without an import of DTensor: that takes half a second, and drivers and DDP need none."""
+"""DTensors, without an import of DTensor: the import takes half a second, and drivers and DDP need no DTensor."""
 
 from __future__ import annotations
 

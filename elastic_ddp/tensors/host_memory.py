@@ -1,4 +1,4 @@
-"""How much memory there is, and uninitialized host memory with huge pages, for what is filled at once."""
+"""Total and free memory, and uninitialized host memory with huge pages for tensors that are filled at once."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _CGROUP_USES = (
     ("/sys/fs/cgroup/memory.current", "/sys/fs/cgroup/memory.stat"),
     ("/sys/fs/cgroup/memory/memory.usage_in_bytes", "/sys/fs/cgroup/memory/memory.stat"),
 )
-"""Where they have the memory that is in use, and what it is used for."""
+"""Where cgroup v2 and v1 have the used memory of a container, and the parts of the used memory."""
 
 
 def total_bytes(limit_files: Sequence[str | os.PathLike[str]] = _CGROUP_LIMITS) -> int:

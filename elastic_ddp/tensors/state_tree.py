@@ -51,7 +51,7 @@ def flatten(state: Any) -> tuple[Any, dict[str, torch.Tensor]]:
 
 
 def unflatten(skeleton: Any, tensors: dict[str, torch.Tensor]) -> Any:
-    """Returns the state that `flatten` split. It cannot run code.
+    """Returns the state that `flatten` split. This cannot run code.
 
     Args:
         skeleton: as `flatten` returned it; JSON may have reordered its objects.
@@ -110,7 +110,7 @@ def gather_full(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns this rank's shard of a DTensor, and any other tensor itself. It shares memory with the tensor."""
+    """Returns this rank's shard of a DTensor, and any other tensor itself. The shard shares memory with the tensor."""
     return tensor.to_local() if is_dtensor(tensor) else tensor
 
 

@@ -57,7 +57,7 @@ def errors_on_all_ranks(group: ProcessGroup) -> Iterator[None]:
 
 
 def without_traceback(error: E) -> E:
-    """Returns `error` without the frames that raised it: they would keep the tensors of a commit in memory."""
+    """Returns `error` without the frames that raised it, which would keep the tensors of a commit in memory."""
     error.__cause__ = error.__context__ = None
     return error.with_traceback(None)
 

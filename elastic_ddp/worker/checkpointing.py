@@ -121,13 +121,13 @@ class Checkpointer:
 
     @property
     def is_saving(self) -> bool:
-        """Whether this rank still takes part in a save. There is one at a time."""
+        """Whether this rank still takes part in a save. One save runs at a time."""
         return self._saver.is_busy
 
     def save(
         self, state: TrainState, group: ProcessGroup, *, account: dict[str, float], events: Sequence[Event]
     ) -> None:
-        """Waits for the save before, copies the state, and starts to write the copy in the background.
+        """Waits for the previous save, copies the state, and starts to write the copy in the background.
 
         Every rank calls it, and may change the state when it returns. On rank 0 it raises as `check` does. The newest
         `events` are saved with the state.
@@ -251,7 +251,7 @@ class Checkpointer:
         return isinstance(self._outcome, ReplicasDifferError)
 
     def forget_outcome(self) -> None:
-        """Forgets how the newest save has ended: a verified step has found the rank at fault since."""
+        """Forgets the outcome of the newest save, because a verified step has found the rank at fault since."""
         self._outcome = None
 
     def _check_may_commit(self, generation: int) -> None:
@@ -315,7 +315,7 @@ class Checkpointer:
     # The newest commit.
 
     def refresh_newest(self, steps_done: int) -> None:
-        """Reads in the background which commit is the newest. A new rank 0 calls it: the one before may have failed."""
+        """Reads in the background which commit is the newest. A new rank 0 calls it: the former may have failed."""
         arguments = [steps_done, (self.schedule.step, self._num_saves)]
         self._refresh = threading.Thread(target=self._read_newest, args=arguments, name="newest-commit", daemon=True)
         self._refresh.start()
@@ -376,9 +376,9 @@ class Checkpointer:
         return state
 
     def _roll_back(self, group: ProcessGroup) -> bool:
-        """Sets aside the commits of states after `roll_back_to`, as any rank knows it. Collective.
+        """Sets aside the commits of states after the lowest `roll_back_to` of the ranks. Collective.
 
-        Returns whether any rank knows it: the run begins anew if no commit is left. From here on, no save of an earlier
+        Returns whether any rank has one: the run begins anew if no commit is left. From here on, no save of an earlier
         generation can commit; see `why_not_commit`.
         """
         known = [json.loads(each) for each in group.all_gather_bytes(json.dumps(self.roll_back_to).encode())]

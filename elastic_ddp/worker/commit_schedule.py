@@ -87,7 +87,7 @@ class CommitSchedule:
 
     @property
     def in_backoff(self) -> bool:
-        """Whether a save has failed a short time ago. Only the interval starts another one."""
+        """Whether a save has failed a short time ago. Only the interval starts another save then."""
         return self._clock() < self._backoff_ends_at
 
     @property
@@ -107,8 +107,8 @@ class CommitSchedule:
         self._interval_began_at = self._clock()
 
     def skip(self, step: int) -> bool:
-        """Skips a commit that is due while a save is running, unless it was requested, replaces a failed one, or ends
-        an epoch."""
+        """Skips a commit that is due while a save is running, unless it was requested, replaces a failed commit, or
+        ends an epoch."""
         if self.is_requested or self._interval_began_at == -math.inf or self._epochs_passed(step):
             return False
         self.reset_timer(step)

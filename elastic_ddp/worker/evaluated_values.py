@@ -41,7 +41,7 @@ class Unmeasured(float):
         return math.nan
 
     def __iter__(self) -> Iterator[str]:
-        """Without it, `__getitem__` would make a loop over the result, and `in`, endless."""
+        """Yields no names. With `__getitem__` alone, a loop over the result, and `in`, would be endless."""
         return iter(())
 
     def __len__(self) -> int:
@@ -54,7 +54,7 @@ class Unmeasured(float):
 
 
 class CollectedMeans:
-    """One or several weighted means of what this rank's micro-batches returned."""
+    """One or several weighted means of the values that this rank's micro-batches returned."""
 
     def __init__(self, num_steps: int, num_micro_batches: int) -> None:
         self._shape = (2, num_steps, num_micro_batches)

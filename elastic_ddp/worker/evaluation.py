@@ -60,7 +60,7 @@ def evaluate(
         rows_per_group=index.group_rows,
         shape=shape,
         seed=config.seed,
-        # Those of the training, which wait meanwhile, may reserve all CPUs that are left.
+        # Without CPUs: the pipelines of the training, which wait meanwhile, may reserve all that are left.
         options=config.data.model_copy(update={"shuffle": False, "num_cpus_per_task": 0.0}),
         micro_batches=tuple(strategy.micro_batches),
         first_step=0,

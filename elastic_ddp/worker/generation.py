@@ -169,7 +169,7 @@ class Generation:
 
         Called before the backward of a micro-batch, whose weight is given, with the largest weight of this rank in the
         update so far. With fp16, the weight of micro-batch 0 in the first update of the run decides, at every world
-        size: rank 0 computes it first and sends it. If it is 0, the mean weight of a step decides at its end.
+        size: rank 0 computes it first and sends its weight. If that is 0, the mean weight of a step decides at its end.
 
         A float16 hook gets the gradients in the last backward. The largest weight of a generation's first step decides.
         """
@@ -199,7 +199,7 @@ class Generation:
     ) -> torch.Tensor | None:
         """Clips the gradients. Returns their norm before, as `to_host` does, or None if nothing needs it.
 
-        Collective with FSDP. Passes the norm to `log` if it clips. With `checks`, it is needed in any case.
+        Collective with FSDP. Passes the norm to `log` if it clips. With `checks`, the norm is always needed.
         """
         self.clock.phases.enter("optimizer")  # the activity stays in a place of waiting, because of FSDP
         max_norm = self.config.clip_grad_norm
@@ -210,7 +210,7 @@ class Generation:
         norm_on_host = to_host(norm)  # before the clipping, which the device does while the host launches the optimizer
         if max_norm is not None:
             log(norm)
-            # Multiplied by a norm that is NaN, all gradients would be, and the error could not name those that were.
+            # A norm of NaN would make all gradients NaN, and the error could not name the parameters at fault.
             finite = norm if ignores else norm.nan_to_num(0.0, posinf=0.0)
             strategy.clip_gradients(max_norm, finite)
         return norm_on_host
@@ -225,7 +225,7 @@ class Generation:
         """Compares shards with their mirrors after a step, if wanted or due. Returns whether it did. Collective.
 
         Raises:
-            ConfigError: they differ, or registered state cannot outlive a worker.
+            ConfigError: a shard and its mirror differ, or registered state cannot outlive a worker.
         """
         mirror = self.state.mirror
         if mirror is None or not (is_wanted or mirror.is_due):

@@ -62,7 +62,7 @@ class HeldShards:
         )
 
     def fewest_ranks(self, free_bytes: int) -> int:
-        """Returns the smallest number of ranks at which one has memory for its shard, and for the gradient of it."""
+        """Returns the smallest number of ranks at which a rank has memory for its shard and the shard's gradient."""
         available = free_bytes + sum(tensor.nbytes for rows in self.rows.values() for tensor in rows.values())
         return max(1, -(-_with_gradient(self.specs) // max(available, 1)))
 
@@ -108,7 +108,7 @@ def share_plain(
 ) -> HeldShards:
     """Returns the replicated part of the state (no shards) of rank `source` after `step` steps.
 
-    Collective. The receivers get its tensors; the other ranks have them.
+    Collective. The receivers get the tensors; the other ranks have them already.
     """
     header = None
     if group.rank == source:

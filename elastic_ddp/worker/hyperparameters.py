@@ -60,7 +60,7 @@ def record(
 ) -> Prepared:
     """Returns a copy of all hyperparameters. Raises CheckpointError if one cannot be saved.
 
-    `schedulers` begins with those that `Step.optimize` steps, and `every` has when.
+    `every` has when `Step.optimize` steps the first of the `schedulers`; the training function steps the others.
     """
     return Prepared(
         optimizer=[_copy_of(_settings(optimizer)) for optimizer in optimizers],
@@ -87,7 +87,7 @@ def check_schedulers(then: Prepared, now: Prepared) -> None:
 def compare(
     optimizers: Sequence[torch.optim.Optimizer], schedulers: Mapping[str, LRScheduler], then: Prepared, now: Prepared
 ) -> list[Change]:
-    """Returns the hyperparameters that differ between what `record` returned for a commit and what it returns now."""
+    """Returns the hyperparameters that differ between two results of `record`: for a commit, and for the code."""
     changes: list[Change] = []
     for optimizer, before, after in zip(optimizers, then.optimizer, now.optimizer, strict=True):
         changes += _of_groups(_name_of(optimizer, optimizers), before, after)
@@ -137,7 +137,7 @@ def steps_taken(scheduler: LRScheduler) -> int:
 
 
 def _move(schedulers: Sequence[tuple[LRScheduler, Mapping[str, Any]]]) -> None:
-    """Moves the scheduler of an optimizer from its initial state, which comes with it, to its number of steps."""
+    """Moves an optimizer's scheduler, given with its initial state, from there to its number of steps."""
     for scheduler, initial in schedulers:
         position = steps_taken(scheduler)
         scheduler.load_state_dict(_copy_of(initial))
@@ -167,7 +167,7 @@ def _of_scheduler(name: str, before: Mapping[str, Any], after: Mapping[str, Any]
 
 
 def _of_groups(name: str, before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[str, Any]]) -> Iterator[Change]:
-    """Yields the changes of an optimizer's settings; one that is the same in all param_groups once."""
+    """Yields the changes of an optimizer's settings; a change that is the same in all param_groups once."""
     differing = [_differing_keys(saved, own) for saved, own in zip(before, after, strict=True)]
     for key in dict.fromkeys(key for keys in differing for key in keys):
         # With a scheduler, the code's `lr` is stored as `initial_lr`; a warm-up computes its first `lr` from it.

@@ -60,7 +60,7 @@ class Job:
     """In `ElasticTrainer.debug`, which saves nothing: the folder that has the commits of the run."""
 
     def identity(self) -> dict[str, Any]:
-        """Returns what decides the weights' bits besides the data, as JSON values."""
+        """Returns the settings that decide the weights' bits, besides the data, as JSON values."""
         sampling = {"sample_weights": self.weights.fingerprint} if self.weights is not None else {}
         return self.config.identity() | sampling
 

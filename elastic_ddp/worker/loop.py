@@ -211,7 +211,7 @@ class Loop:
         return None
 
     def _apply_agreement(self, step: Step, votes: Mapping[str, int]) -> None:
-        """Reports the step, and commits or stops if the ranks agreed on that."""
+        """Reports the step, and commits or stops if the ranks agreed to do so."""
         is_rank_0, steps_done = self.rank == 0, self.state.position.step
         self.checkpointer.metrics.update(steps_done, self._report(step) | {"loss": step.loss})
         every = self.job.config.verify.every_steps

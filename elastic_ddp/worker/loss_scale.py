@@ -27,8 +27,8 @@ class LossScale:
     growth_tracker: int = 0
     """Steps without overflow since the scale last changed."""
     weight_unit: float = 1.0
-    """Weights of losses are divided by this power of two in the backward; see `unit_of`. After a first weight of 0, it
-    is 0 until a step with other weights ends."""
+    """Weights of losses are divided by this power of two in the backward; see `unit_of`. After a first weight of 0, the
+    unit is 0 until a step with other weights ends."""
 
     @property
     def is_smallest(self) -> bool:
@@ -46,13 +46,13 @@ class LossScale:
 def unit_of(weight: float | None) -> float:
     """Returns the largest power of two that is not above a weight; 1 for no weight, or 0.
 
-    Divided by it, numbers of tokens are small enough for float16.
+    Divided by this power, numbers of tokens are small enough for float16.
     """
     return math.ldexp(1.0, math.frexp(weight)[1] - 1) if weight else 1.0
 
 
 def check_weight(caller: str, weight: Any) -> float:
-    """Returns the weight of a loss as a number. Raises a ConfigError if it is none, or negative or not finite."""
+    """Returns the weight of a loss as a number. Raises a ConfigError unless the weight is a finite number from 0."""
     number = float(weight) if is_one_number(weight) else math.nan
     if not 0.0 <= number < math.inf:
         raise ConfigError(

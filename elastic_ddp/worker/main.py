@@ -200,7 +200,7 @@ def _end_of(error: BaseException, loop: Loop) -> tuple[Ending | None, str | None
 
 
 def _advice(error: BaseException, loop: Loop) -> str:
-    """Returns what to do about an error that the training function raised, or ""."""
+    """Returns advice about an error that the training function raised, or ""."""
     if is_missing_group(error) and not loop.membership.holds_state:
         return _NO_GROUP_YET
     if isinstance(error, RuntimeError) and _NONDETERMINISTIC in text_of(error):

@@ -170,7 +170,7 @@ class Mirror:
         return {name: tensors[name if name in tensors else self._names[layout(name)]] for name in state}  # type: ignore[index]
 
     def _tensors(self) -> dict[str, torch.Tensor]:
-        """Returns the mirrored rows of what `_own_tensors` returns."""
+        """Returns the mirrored rows of the tensors that `_own_tensors` returns."""
         tensors = self._sharded(self._parameters, self._optimizers)
         return {name: local_part(tensor.detach()) for name, tensor in tensors.items()}
 
@@ -178,7 +178,7 @@ class Mirror:
     def is_due(self) -> bool:
         """Whether to compare: after steps 1, 2, 4, 8, … in the generation, which costs nothing on average.
 
-        This finds changes that torch does not count, for example edits of `parameter.data`.
+        The comparison finds changes that torch does not count, for example edits of `parameter.data`.
         """
         return self._num_steps > 0 and not self._num_steps & (self._num_steps - 1)
 

@@ -21,7 +21,7 @@ GroupNames = list[list[str]]
 def group_names(optimizer: torch.optim.Optimizer, module: torch.nn.Module) -> GroupNames:
     """Returns the names of an optimizer's parameters in the model, in its order.
 
-    Raises a ConfigError if one is not a parameter of the model.
+    Raises a ConfigError if the optimizer has a parameter that is not in the model.
     """
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     num_unknown = sum(id(each) not in names for group in optimizer.param_groups for each in group["params"])
@@ -106,7 +106,7 @@ def state_of(thing: Any, module: torch.nn.Module) -> dict[str, Any]:
 
 
 def load_state_of(thing: Any, module: torch.nn.Module, saved: dict[str, Any]) -> None:
-    """Loads what `state_of` returned."""
+    """Loads the result of `state_of`."""
     if _trains(thing, module):
         load_named_state(thing, group_names(thing, module), saved)
     else:
@@ -123,8 +123,8 @@ def _trains(thing: object, module: torch.nn.Module) -> bool:
 def _load(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
     """Loads an optimizer's state without conversions.
 
-    Torch's loader converts floating-point state to the dtype of its parameter, and rebuilds strings. This puts the
-    saved values back, except for optimizers with a loader or load hooks of their own.
+    Torch's loader converts floating-point state to the dtype of its parameter, and rebuilds strings. This function
+    puts the saved values back, except for optimizers with a loader or load hooks of their own.
     """
     optimizer.load_state_dict(dict(saved))
     uses_torch_loader = type(optimizer).load_state_dict is torch.optim.Optimizer.load_state_dict
@@ -139,7 +139,7 @@ def _load(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
 
 
 def _as_saved(saved: Any, loaded: Any) -> Any:
-    """Returns a leaf of the saved state, on the device of the loaded one."""
+    """Returns a leaf of the saved state, on the device of the loaded leaf."""
     if not isinstance(saved, torch.Tensor):
         return saved
     return loaded if loaded.dtype == saved.dtype else saved.to(loaded.device)

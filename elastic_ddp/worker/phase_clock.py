@@ -14,7 +14,7 @@ from elastic_ddp.telemetry.phases import STEP_PHASES, StepPhase
 from elastic_ddp.torch_internals import is_profiling, listen_to_profilers
 
 _Phase = StepPhase | Literal["evaluation", "commit"]
-"""The last two are reported as parts of `other`. `commit` is no work: a rank that waits for a commit is not slow."""
+"""`evaluation` and `commit` are reported as parts of `other`. A rank that waits for a commit is not slow."""
 _IN_OTHER: tuple[_Phase, ...] = ("evaluation", "commit")
 _PHASES: dict[Place, _Phase] = {
     "data": "data",
@@ -40,7 +40,7 @@ class Timer(Protocol):
         """Returns a mark of this moment."""
 
     def is_past(self, mark: Any) -> bool:
-        """Whether the moment has come. Marks before it are past as well."""
+        """Whether the moment of a mark has come. Earlier marks are past as well."""
 
     def seconds(self, begin: Any, end: Any) -> float:
         """Returns the seconds between two marks that are past."""
@@ -214,8 +214,8 @@ class PhaseClock:
         self.enter(_PHASES.get(place, "other"))
 
     def enter(self, phase: str) -> str:
-        """Enters a phase, and returns the one before. Called in the training thread, or in one of autograd for which it
-        waits."""
+        """Enters a phase, and returns the one before. The training thread calls it, or a thread of autograd for
+        which the training thread waits."""
         before = self._phase
         self._phase = cast(_Phase, phase)
         if phase != before and self._current is not None:
@@ -260,9 +260,9 @@ class PhaseClock:
         Returns:
             JSON values: step (the number of steps done up to the last step measured), num_steps (steps measured),
             phases (seconds of each in one step), data_s (seconds of the phase `data` in each step, by the number of
-            steps done), in_other (seconds of the parts of `other` that are known), work_s (seconds of a step without
-            communication and commits), memory_bytes (peak of the process), utilization (from 0 to 1). What is not
-            known is None.
+            steps done), in_other (seconds of the known parts of `other`), work_s (seconds of a step without
+            communication and commits), memory_bytes (peak of the process), utilization (from 0 to 1). Unknown values
+            are None.
         """
         per_step = {phase: seconds / max(1, self._num_steps) for phase, seconds in self._seconds.items()}
         work_s = sum(per_step.values()) - per_step["communication"] - per_step["commit"]

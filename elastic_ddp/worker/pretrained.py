@@ -39,7 +39,7 @@ _log = logging.getLogger(__name__)
 MODEL = "model"
 """The component of a state that holds the weights."""
 _SHOWN = 5
-"""How many names an error shows that only one of the two models has, for each of them."""
+"""How many names of each model an error shows that the other model lacks."""
 
 
 @dataclass(frozen=True)
@@ -68,8 +68,8 @@ class PretrainedWeights:
     ) -> list[str]:
         """Loads the weights into a module, and returns the names of the loaded tensors.
 
-        Every rank calls it, and every rank raises the same. Of a tensor that is sharded, each rank loads its rows. Of
-        files, rank 0 alone loads what is not sharded: a new run starts from its state.
+        Every rank calls it, and every rank raises the same. Each rank loads its rows of sharded tensors. From files,
+        rank 0 alone loads the other tensors: a new run starts from the state of rank 0.
 
         Args:
             module: the model.
@@ -215,7 +215,7 @@ def _sharded_like(name: str, layout: Layout | None) -> DTensor | None:
 
 
 def _weights(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the weights in a state, also those that the state dict of its model leaves out."""
+    """Returns the weights in a state, also weights that the state dict of the model leaves out."""
     return {**state[MODEL], **state.get(PARAMETERS, {})}
 
 

@@ -190,7 +190,7 @@ class StepProfiler:
 
     @contextmanager
     def _undisturbed(self, profile: _Profile) -> Iterator[None]:
-        """A block that does something for a profile, which ends if that fails: training must continue."""
+        """A block of work for a profile. An error in the block ends the profile, and training continues."""
         try:
             yield
         except Exception as error:

@@ -27,8 +27,8 @@ def restore(
 ) -> tuple[Commit, dict[str, Any]] | None:
     """Returns the newest commit that verifies and its state on the CPU, or None if there is none. Every rank calls it.
 
-    Newer commits are rejected: rank 0 has them in `store.rejected`. Those that do not verify are set aside once an
-    older one is restored.
+    Newer commits are rejected: rank 0 has them in `store.rejected`. Commits that do not verify are set aside once an
+    older commit is restored.
 
     Args:
         store: the commits; rank 0 decides which are tried.
@@ -37,8 +37,8 @@ def restore(
         make_layout: called once, when there is a commit to read; returns the tensors of which this rank reads its
             shard only.
         check_same_run: called on rank 0 with each commit; raises CheckpointError if the commit is another run's.
-        fence: called on rank 0 before a commit is set aside; raises if this rank may no longer do that. With None, none
-            is set aside.
+        fence: called on rank 0 before a commit is set aside; raises if this rank may no longer do so. With None, no
+            commit is set aside.
         tick: called whenever this rank has a piece.
 
     Raises:
@@ -66,7 +66,7 @@ def first_usable(
 ) -> tuple[Commit, dict[str, Any]] | None:
     """Returns the first candidate of rank 0 that all ranks can read, and its state; None if there is none.
 
-    Candidates before it are rejected. Collective; an error that `candidates` raises is raised on every rank.
+    Earlier candidates are rejected. Collective; an error that `candidates` raises is raised on every rank.
 
     Args:
         store: where rank 0 rejects commits.
@@ -113,7 +113,7 @@ def _next_candidate(
 def _next_complete(
     store: CommitCatalog, candidates: Iterator[Commit], check_same_run: Callable[[Commit], None]
 ) -> tuple[Commit, bytes] | None:
-    """Returns the next complete commit and its skeleton; rejects those before it."""
+    """Returns the next complete commit and its skeleton; rejects the candidates before it."""
     for commit in candidates:
         try:
             check_same_run(commit)
@@ -128,7 +128,7 @@ def _next_complete(
 def newest_before(storage: Storage, steps_done: int, on_reject: Callable[[str, str], object]) -> Commit | None:
     """Returns the newest commit of at most `steps_done` steps; None if there is none.
 
-    A run that resumed from an older commit may have left later ones. A commit of exactly `steps_done` steps is
+    A run that resumed from an older commit may have left later commits. A commit of exactly `steps_done` steps is
     verified, because no rank commits that state again.
     """
     catalog = CommitCatalog(storage, on_reject)

@@ -77,8 +77,8 @@ class Run:
         schedulers. Commits save and restore prepared objects; restored values are in place from the first step on.
 
         A model may be built under `torch.device("meta")`. It then gets its weights from `reset_parameters()` of its
-        modules or from `param_init_fn`; what random numbers a module gets depends on the seed and its name. With FSDP,
-        that and the move to the device happen in `steps()`, unit by unit: no rank has the model as a whole.
+        modules or from `param_init_fn`; the random numbers of a module depend on the seed and its name. With FSDP,
+        `steps()` initializes the model and moves it to the device, unit by unit: no rank has the whole model.
 
         With FSDP, `steps()` replaces parameters by shards, also in the optimizer. References taken earlier are stale.
 
@@ -171,7 +171,7 @@ class Run:
         """Starts the run from the weights of another run or of a file, for fine-tuning.
 
         Call it on every rank, after `prepare(model)` and before `steps()`, which reads the weights. A run that has a
-        commit of its own resumes from that instead. Optimizer and data start afresh. The other run may be training.
+        commit of its own resumes from its commit. Optimizer and data start afresh. The other run may be training.
 
         Args:
             uri: the other run's folder, `<storage>/<name>`; a `.safetensors` file, or a `.pt` file of `torch.save`, of
@@ -179,7 +179,7 @@ class Run:
                 index. In any storage; relative paths start at the driver's working directory.
             step: the step of the commit to read; by default the newest that is intact.
             strict: require the same parameter and buffer names. If false, names that only one model has are logged, and
-                at least one name must match. Shapes must always match; dtypes are converted, and that is logged.
+                at least one name must match. Shapes must always match; dtypes are converted, and conversions logged.
             key_mapping: renames the saved tensors: a dict of replacements by regular expression, applied in order, such
                 as `{"^": "base."}` for a prefix; or a function from a name to the new one, or to None to leave it out.
 
@@ -261,10 +261,10 @@ class Run:
         on all ranks and at every world size.
 
         Args:
-            loss_fn: maps (model, batch) to the batch's mean loss, a scalar tensor; or to the tuple of that and its
-                weight, as in `Step.backward`; or to a dict of either by name. By default the weight is the number of
-                rows. With `compute_metrics`, it returns values of each row instead: a tensor of shape `(rows, ...)`, or
-                a dict of such tensors.
+            loss_fn: maps (model, batch) to the batch's mean loss, a scalar tensor; or to a tuple of the loss and
+                its weight, as in `Step.backward`; or to a dict of either by name. By default the weight is the number
+                of rows. With `compute_metrics`, it returns values of each row instead: a tensor of shape `(rows, ...)`,
+                or a dict of such tensors.
             data: Parquet files or a data set in memory, as in `ElasticTrainer`. Relative paths start at the driver's
                 working directory. A data set in memory must be the same on all ranks.
             transform: applied to the rows, as in `ElasticTrainer`; the training transform is not.
@@ -272,7 +272,7 @@ class Run:
             compute_metrics: for metrics that are no means, for example F1 or AUC. Maps the values of all rows, in
                 stored order, as one CPU tensor or a dict of them, to a number or a dict of numbers. Rank 0 calls it.
             name: the metric's name in the ledger, in `RunResult.metrics`, and for `checkpoint.best_metric`; by default
-                `validation_loss`. For a dict it is the prefix of the names, by default `validation`, so that
+                `validation_loss`. For a dict, the prefix of the names, by default `validation`, so that
                 `{"accuracy": ...}` is `validation_accuracy`.
 
         Returns:

@@ -1,4 +1,4 @@
-"""Reading a commit with all ranks: each byte leaves the storage once, and ranks send each other what they need."""
+"""Reading a commit with all ranks: each byte leaves the storage once, and ranks exchange the pieces that they need."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class SharedPiece:
 
     piece: Piece
     number: int
-    """Its place among all pieces that some rank needs."""
+    """The place of the piece among all pieces that some rank needs."""
     ranks: list[int]
 
     @property
@@ -103,7 +103,7 @@ def read_shared(
 def _read_pieces(
     pieces: Sequence[SharedPiece], storage: Storage, targets: Targets, group: ProcessGroup, tick: Callable[[], None]
 ) -> Exception | None:
-    """Fills the targets of this rank and sends others the pieces that this rank reads. Returns what went wrong.
+    """Fills the targets of this rank and sends the others the pieces that this rank reads. Returns its error, if any.
 
     After an error the rank still sends and receives all pieces, so that no other rank waits for it.
     """

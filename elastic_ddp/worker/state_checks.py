@@ -65,7 +65,7 @@ def check_model(module: torch.nn.Module) -> None:
 def check_sync_batch_norm(module: torch.nn.Module, config: RunConfig, shape: EpochShape) -> None:
     """Raises a ConfigError for a SyncBatchNorm where ranks would not compute its statistics over the same batches.
 
-    Its forward is collective, and its statistics cover the micro-batches that the ranks compute together.
+    The forward is collective, and the statistics cover the micro-batches that the ranks compute together.
     """
     if not any(isinstance(part, torch.nn.SyncBatchNorm) for part in module.modules()):
         return
@@ -134,7 +134,7 @@ def warn_about_schedulers(
 def check_optimizer(
     optimizer: torch.optim.Optimizer, module: torch.nn.Module, prepared: Sequence[torch.optim.Optimizer]
 ) -> None:
-    """Raises a ConfigError for an optimizer that a run cannot step. `prepared` holds those already prepared."""
+    """Raises a ConfigError for an optimizer that a run cannot step. `prepared` holds the optimizers prepared before."""
     kind = type(optimizer).__name__
     if any(optimizer is other for other in prepared):
         raise ConfigError(f"run.prepare got the same {kind} twice. Prepare each optimizer once.")
@@ -151,7 +151,7 @@ def check_scheduler(
     optimizers: Sequence[torch.optim.Optimizer],
     prepared: Sequence[torch.optim.lr_scheduler.LRScheduler],
 ) -> None:
-    """Raises a ConfigError for a scheduler that a run cannot step. `prepared` holds those already prepared."""
+    """Raises a ConfigError for a scheduler that a run cannot step. `prepared` holds the schedulers prepared before."""
     kind = type(scheduler).__name__
     if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
         raise ConfigError(
@@ -204,9 +204,9 @@ def check_saved_model(
     others: Mapping[str, torch.Tensor],
     saved_others: Mapping[str, Any],
 ) -> None:
-    """Raises a ValueError if a saved model has tensors of other dtypes or shapes, or others that are not in `model`.
+    """Raises a ValueError if a saved model has tensors of other dtypes or shapes, or tensors that `model` lacks.
 
-    Torch reports missing names in the state dict, and converts dtypes silently. It does not load the others.
+    Torch reports missing names in the state dict, converts dtypes silently, and ignores further tensors.
     """
     # The state of `get_extra_state` may have any type.
     names = [name for name in model.keys() & saved_model.keys() if name.split(".")[-1] != torch_internals.EXTRA_STATE]
@@ -229,7 +229,7 @@ def _describe(value: Any) -> str:
 
 
 def check_saved_optimizer(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
-    """Raises a CheckpointError if the state has settings of torch's optimizers that this one does not have.
+    """Raises a CheckpointError if the state has settings of torch's optimizers that this optimizer lacks.
 
     Other settings are accepted: users may add any to a param_group, and their own optimizers may add some in `step`.
     """
@@ -245,7 +245,7 @@ def check_saved_optimizer(optimizer: torch.optim.Optimizer, saved: Mapping[str, 
 def check_saved_scheduler(scheduler: torch.optim.lr_scheduler.LRScheduler, saved: Mapping[str, Any]) -> None:
     """Raises a CheckpointError if a scheduler of torch, or one inside it, does not have the keys of the state.
 
-    `load_state_dict` would set them as attributes. Users' schedulers may add attributes in `step`.
+    `load_state_dict` would set other keys as attributes. Users' schedulers may add attributes in `step`.
     """
     if _is_from_torch(scheduler):
         _check_keys("scheduler", scheduler, saved, scheduler.state_dict())

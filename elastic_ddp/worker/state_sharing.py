@@ -106,7 +106,7 @@ def _resume(inputs: GenerationInputs, group: ProcessGroup, make_layout: Callable
     """Loads the newest commit, with the hyperparameters of the commit or of the code. Returns False if there is none.
 
     Raises:
-        CheckpointError: as `load_state_dict`, or a scheduler is another one.
+        CheckpointError: as `load_state_dict`, or the code has another scheduler.
         ConfigError: a changed scheduler cannot be moved to the run's position.
     """
     saved = inputs.restore(group, make_layout)

@@ -139,8 +139,8 @@ class Step:
     def micro_batches(self) -> Iterator[Any]:
         """Yields this rank's micro-batches: dicts of tensors on the run's device, of shape `(rows, ...)`.
 
-        With a `collate_fn` or a map-style data set, they are the results of the collate function. Tensors in its dicts,
-        lists, tuples and named tuples are on the run's device, and objects with a method `to` as well.
+        With a `collate_fn` or a map-style data set, the micro-batches are the results of the collate function. Tensors
+        in its dicts, lists, tuples and named tuples are on the run's device, and objects with a method `to` as well.
 
         Call it once in each step, or in each update. A micro-batch has `micro_batch_size` rows, or fewer in the last
         step of an epoch. The generators of torch, NumPy and Python are seeded before each, so dropout is the same at
@@ -163,7 +163,7 @@ class Step:
         return iter(()) if self._update.is_repeated else self._update.micro_batches(self._batches())
 
     def _batches(self) -> Iterator[MicroBatch]:
-        """Yields the micro-batches of this rank; to each of several updates a copy, which it may change."""
+        """Yields the micro-batches of this rank. Each of several updates gets copies, which it may change."""
         if not self._num_updates:
             yield from self.generation.feed.step(self.index)
             return
@@ -218,9 +218,9 @@ class Step:
     def update(self, by: torch.optim.Optimizer | Callable[[], object], *, name: str | None = None) -> Iterator[Update]:
         """The context of one of several updates in a step, each with a loop of its own over `micro_batches()`.
 
-        Only parameters of its optimizer are trained in it: the others need no gradient there. At the end of the block
-        it clips their gradients, steps the optimizer and the optimizer's schedulers, and clears the gradients. If a
-        worker fails, the block of the step runs again, and updates that are done yield no micro-batches.
+        The block trains only parameters of its optimizer; the others need no gradient. At the end of the block the run
+        clips the gradients, steps the optimizer and the optimizer's schedulers, and clears the gradients. If a worker
+        fails, the block of the step runs again, and updates that are done yield no micro-batches.
 
         Every rank calls it, for the same updates in the same order in each run of the block.
 
@@ -283,7 +283,7 @@ class Step:
             self._is_in_update = False
 
     def _check_update(self, by: object) -> None:
-        """Raises a ConfigError if `update` cannot be called now, or not with this."""
+        """Raises a ConfigError if `update` cannot be called now, or not with this argument."""
         optimizers = self._state.optimizers
         what = f"step.update of step {self.index}"
         if not self._is_in_block:
@@ -324,8 +324,8 @@ class Step:
     def log(self, **values: float | torch.Tensor) -> None:
         """Logs scalars by name; the ledger records them every `log_every_steps` steps.
 
-        Values are numbers, or tensors with one element. Inside the loop over `micro_batches()`, they are averaged over
-        the rows of the global batch. After it, a value counts for its rank's rows; after `optimize`, rank 0's does.
+        Values are numbers, or tensors with one element. Values from the loop over `micro_batches()` are averaged over
+        the rows of the global batch. A later value counts for its rank's rows; after `optimize`, rank 0's value counts.
 
         Raises:
             ConfigError: a value is no single number.
@@ -345,10 +345,10 @@ class Step:
 
     @property
     def gathered(self) -> dict[str, torch.Tensor]:
-        """What `gather` collected from the global batch, by name: tensors of shape `(rows, ...)` on the run's device.
+        """The gathered rows of the global batch, by name: tensors of shape `(rows, ...)` on the run's device.
 
         In the order of the micro-batches, identical on all ranks and at every world size. Available after `optimize`,
-        or after the update that gathered them, until another one does.
+        or after the update that gathered them, until another update gathers rows.
         """
         if self.outcome.gathered is None:
             raise ConfigError(f"step.gathered of step {self.index} was read before step.optimize(), which fills it.")
@@ -382,7 +382,7 @@ class Step:
 
     @property
     def metrics(self) -> Means:
-        """The means over the global batch of what `log` got, by name; NaN for a name without a value.
+        """The means over the global batch of logged values, by name; NaN for a name without a value.
 
         Complete after `optimize` in every `log_every_steps`-th step from step 0 on and in the last step, alike on all
         ranks. In other steps, values from inside the loop are missing. Values logged after `optimize` are this rank's

@@ -30,7 +30,7 @@ class Outcome:
     loss: float = math.nan
     """The mean loss over the global batch."""
     skip_reason: str | None = None
-    """Why an update was skipped; None if none was."""
+    """Why an update was skipped; None if no update was."""
     gathered: Mapping[str, torch.Tensor] | None = None
     """The rows that `Step.gather` collected; None before the update."""
     phases: Sequence[dict[str, Any]] = ()

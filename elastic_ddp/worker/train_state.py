@@ -64,7 +64,7 @@ class Position:
     step: int = 0
     """The number of steps done, which is the index of the next step."""
     samples: int = 0
-    """The number of rows that those steps consumed."""
+    """The number of rows consumed in these steps."""
     samples_sha256: str = EMPTY_SAMPLES_DIGEST
     """A hash chain over the row ids of all micro-batches consumed so far, in order."""
 
@@ -90,14 +90,14 @@ class TrainState:
     steps_per_epoch: int = 1
     registered: dict[str, Stateful] = field(default_factory=dict)
     load_initial_weights: Callable[[ProcessGroup, Layout | None], Iterable[str]] | None = None
-    """Loads pretrained weights at step 0, and returns the names of what it loaded; see `PretrainedWeights.load`."""
+    """Loads pretrained weights at step 0, and returns the names of the loaded tensors; see `PretrainedWeights.load`."""
     loss_scale: LossScale | None = None
     """Set with `precision = "fp16"`."""
     update_scales: dict[str, LossScale] = field(default_factory=dict)
     """With `precision = "fp16"`, the scale of each optimizer, by its number, in steps of several updates."""
     position: Position = field(default_factory=Position)
     updates: list[dict[str, Any]] = field(default_factory=list)
-    """The updates that are done of the step at this position: the name of each, and its metrics."""
+    """The completed updates of the step at this position: the name of each, and its metrics."""
     prepared: Prepared | None = None
     """The hyperparameters as the code of the session sets them; see `record_prepared`."""
     layout: Layout | None = None
@@ -105,11 +105,11 @@ class TrainState:
     shards: Shards | None = None
     """With FSDP, the shards that this rank holds, its own first; None before the first generation."""
     held: HeldShards | None = None
-    """With FSDP, this rank's shards between two generations; None inside one, and if it is lost."""
+    """With FSDP, this rank's shards between two generations; None inside a generation, and if they are lost."""
     mirror: Mirror | None = None
-    """With FSDP, the shard of another rank that this one keeps, inside a generation."""
+    """With FSDP, the shard of another rank that this rank keeps, inside a generation."""
     finish_step: Callable[[], None] | None = None
-    """Set if the vote on a step failed on this rank: finishes the step, if the vote has passed on another one."""
+    """Set if the vote on a step failed on this rank: finishes the step, if the vote passed on another rank."""
     is_changing: bool = False
     """Whether a step has begun to change the state and its block has not ended."""
     is_torn: bool = False
@@ -190,7 +190,7 @@ class TrainState:
                 step()
 
     def step_schedulers(self, *, is_skipped: bool, by: ChangedBy = None) -> None:
-        """Steps the schedulers that are due after the current step; after a skipped one, only schedulers of the epoch.
+        """Steps the schedulers that are due after the current step; after a skipped step, only schedulers of the epoch.
 
         With `by`, only the schedulers of this optimizer, which has stepped or was skipped.
         """
@@ -224,7 +224,7 @@ class TrainState:
         return (step + 1) % self.steps_per_epoch == 0
 
     def all_schedulers(self) -> dict[str, torch.optim.lr_scheduler.LRScheduler]:
-        """Returns the schedulers of prepared optimizers: those that are prepared, and those that are registered."""
+        """Returns the schedulers of prepared optimizers: prepared and registered ones."""
         return {str(index): scheduler for index, scheduler in enumerate(self.schedulers)} | {
             f"user.{name}": thing
             for name, thing in self.registered.items()
@@ -297,7 +297,7 @@ class TrainState:
     def settle_doubt(self, shared: HeldShards) -> None:
         """Finishes the step that this rank is in doubt about, and keeps its shards beside what all ranks hold.
 
-        It waits for no other rank meanwhile. So after a failure it is still in doubt, or holds the state of one step.
+        The call waits for no other rank: after a failure this rank is still in doubt, or holds the state of one step.
         """
         assert self.finish_step is not None
         self.finish_step()

@@ -181,7 +181,7 @@ class Update:
         self._is_dummy = False
 
     def _micro_batches_of_others(self, verification: Verification) -> Iterator[Any]:
-        """Yields the rows of other ranks that a verified step computes again, which count nowhere else."""
+        """Yields the rows of other ranks that a verified step computes again. These rows count nowhere else."""
         self._activity.enter("collective")
         for micro_batch, rows in verification.exchange():
             self._checked = micro_batch
@@ -232,7 +232,7 @@ class Update:
         return self._state.model.autocast(is_enabled=is_enabled) if self.is_part else nullcontext()
 
     def _compute_again(self, loss: torch.Tensor, verification: Verification, weight: float | None) -> None:
-        """Runs the backward of another rank's micro-batch, with what its owner does to the loss."""
+        """Runs the backward of another rank's micro-batch, with the same changes of the loss as on its owner."""
         assert self._checked is not None and self._record is not None
         self._activity.enter("backward")
         unit = self._unit_of_weights(weight, 1.0 if weight is None else weight, is_last=False)
@@ -369,7 +369,7 @@ class Update:
         return Outcome(agreed=agreed, loss=agreed.loss, skip_reason=skip_reason, gathered=gathered, phases=phases)
 
     def count(self) -> dict[str, Any]:
-        """Makes the update count: the step goes on after it if a worker fails. Returns its results, for `repeat`."""
+        """Makes the update count: if a worker fails, the step resumes after it. Returns its results, for `repeat`."""
         if self._next_scale is not None:
             self._state.set_loss_scale(self._by, self._next_scale)
         done = {name: getattr(self.outcome, name) for name in ("loss", "skip_reason", "gathered")}

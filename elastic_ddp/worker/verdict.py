@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 Digests = tuple[int, ...]
-"""Of the gradient of each trained parameter, in the model's order, for one micro-batch computed once."""
+"""Digests of the gradient of each trained parameter, in the model's order, for one computation of a micro-batch."""
 REPEATS = 3
 """How often each rank computes a disputed micro-batch."""
 MAX_DISPUTED = 2
@@ -66,9 +66,9 @@ def plan_checks(number: int, owned: Sequence[Sequence[int]], offset: int) -> tup
     """Returns the checks of a verified step: each rank computes one micro-batch of another one.
 
     Args:
-        number: how many verified steps there were before. Pairs and micro-batches move with it.
+        number: how many verified steps there were before; it decides the pairs and micro-batches.
         owned: the micro-batches with rows of each rank.
-        offset: how many ranks after a rank one on another node comes.
+        offset: the distance in ranks from a rank to a rank on another node.
     """
     world_size = len(owned)
     if world_size < 2:
@@ -91,9 +91,9 @@ def judge(
 
     Args:
         checks: the checks of the step.
-        reports: of each rank.
+        reports: the reports of each rank.
         former: if the step is repeated because of disputed micro-batches, the digests that ranks had then.
-        names: of the parameters, in the order of `Digests`.
+        names: the names of the parameters, in the order of `Digests`.
     """
     verdict = _judge_states([report.state for report in reports])
     if verdict.text or not former:
@@ -117,7 +117,7 @@ def _judge_states(states: Sequence[str]) -> Verdict:
     common, most = counts.most_common(1)[0]
     others = tuple(rank for rank, state in enumerate(states) if state != common)
     if most == len(states) - 1 > 1:
-        text = f"parameters, buffers or optimizer state of rank {others[0]} differ from those of all other ranks"
+        text = f"rank {others[0]} has different parameters, buffers or optimizer state than all other ranks"
         return Verdict(at_fault=others[0], text=text)
     suspects = tuple(range(len(states)))
     text = f"ranks {list(suspects)} hold different parameters, buffers or optimizer state"
@@ -156,7 +156,7 @@ def _judge_dispute(
 
 
 def _first_difference(one: Digests, other: Digests, names: Sequence[str]) -> str:
-    """Returns which parameter differs first in the backward, which goes from the last one to the first."""
+    """Returns which parameter differs first in the backward, which runs from the last parameter to the first."""
     differing = [name for name, a, b in zip(names, one, other, strict=True) if a != b] if one and other else []
     if not differing:
         return "in all parameters"

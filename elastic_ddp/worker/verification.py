@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from elastic_ddp.distributed.strategy import Strategy
 
 _FIRST_TAG = 1 << 20
-"""Tags of messages are this and the number of the micro-batch."""
+"""The tag of a message is this number plus the number of the micro-batch."""
 _REPORT = TypeAdapter(Report)
 
 
@@ -95,7 +95,7 @@ class Verification:
             self._kept[micro_batch] = [len(part) for part in parts], np.concatenate(parts)
 
     def exchange(self) -> Iterator[tuple[int, Any]]:
-        """Yields the micro-batches of others that this rank computes, and their rows. Collective."""
+        """Yields the micro-batches of other ranks that this rank computes, and their rows. Collective."""
         group = self.group
         rank = group.rank
         sizes = {micro_batch: sizes for micro_batch, (sizes, _) in self._kept.items()}
@@ -131,7 +131,7 @@ class Verification:
         self._digests.setdefault(micro_batch, []).append(digests)
 
     def conclude(self, state: Mapping[str, torch.Tensor], names: Sequence[str]) -> None:
-        """Acts on what all ranks conclude, alike on all. Collective.
+        """Acts on the verdict, which is the same on all ranks. Collective.
 
         Raises:
             StepDisputedError: ranks computed different bits. The step must be repeated to find the rank at fault.

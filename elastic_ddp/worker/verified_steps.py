@@ -35,7 +35,7 @@ class _LastStep(NamedTuple):
     generation: int = 0
     dispute: Dispute | None = None
     request: int = 0
-    """Number of the request for a verified step that the next one answers; 0 for none."""
+    """Number of the request for a verified step that the next step answers; 0 for none."""
 
 
 class VerifiedSteps:
@@ -58,7 +58,7 @@ class VerifiedSteps:
         self._answering = self._answered = 0  # requests for verified steps
 
     def restart(self, state: TrainState) -> None:
-        """Forgets the last step, which another state made."""
+        """Forgets the last step, which belongs to another state."""
         self._state = state
         self._last = _LastStep()
 
@@ -66,7 +66,7 @@ class VerifiedSteps:
         """Returns the function that begins to verify an update of the next step; None if the step is not verified.
 
         All ranks decide alike. The first step of each generation is verified, too: a device that has joined may compute
-        other bits. So is the step after one in which rank 0 voted for it.
+        other bits. The step after a vote of rank 0 for verification is verified as well.
         """
         config = self._job.config
         place = generation.group.assignment
@@ -116,7 +116,7 @@ class VerifiedSteps:
 
     @property
     def must_find_rank_at_fault(self) -> bool:
-        """Whether a commit has found that ranks differ, and the run is to go on without the one at fault. On rank 0."""
+        """Whether a commit found that ranks differ, and the run is to continue without the rank at fault. On rank 0."""
         goes_on = self._job.config.verify.action in ("drain", "rollback") and self._has_equal_bits
         return goes_on and self._checkpointer.replicas_differ
 

@@ -66,7 +66,7 @@ class WeightFiles:
 
     @classmethod
     def find(cls, uri: str) -> WeightFiles | None:
-        """Returns the files at a URI: itself, or those in the folder of a Hugging Face model. None for other folders.
+        """Returns the files at a URI: a single file, or the files of a Hugging Face model. None for other folders.
 
         Raises:
             ConfigError: there is no such file.
@@ -89,9 +89,9 @@ class WeightFiles:
 
     @contextmanager
     def opened(self, tick: Callable[[], None]) -> Iterator[dict[str, Any]]:
-        """Yields what the files hold by name: a `FileTensor` for each tensor, valid in the block, and other values.
+        """Yields the files' contents by name: a `FileTensor` for each tensor, valid in the block, and other values.
 
-        Of safetensors, only the rows that are read leave the storage; other files are copied here as a whole.
+        Only the requested rows of safetensors leave the storage; other files are copied here as a whole.
 
         Raises:
             ConfigError: a file holds other objects than weights.

@@ -84,7 +84,7 @@ class ConsecutiveFailures:
             )
 
     def record_success(self, place: float) -> None:
-        """Resets the count, unless the place is repeated on the way to the one that failed."""
+        """Resets the count, unless the place is repeated on the way to the failed place."""
         if place >= self._place:
             self.reset()
 
@@ -94,7 +94,7 @@ class ConsecutiveFailures:
 
 
 class WorkerMembership:
-    """Takes a worker and its state from generation to generation. The loop over steps runs inside them.
+    """Takes a worker and its state from generation to generation. The loop over steps runs inside generations.
 
     Attributes:
         generation: the current generation, or None.
@@ -335,7 +335,7 @@ class WorkerMembership:
 
         Errors call the task `what`, by default its name.
 
-        The task returns a JSON value, identical on all ranks. Raises a TasksDifferError if not all survivors do it.
+        The task returns a JSON value, identical on all ranks. If survivors run other tasks, raises a TasksDifferError.
         """
         while True:
             step = self._state.position.step

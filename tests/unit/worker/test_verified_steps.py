@@ -238,7 +238,7 @@ def test_a_commit_that_finds_another_state_asks_for_a_verified_step(tmp_path: Pa
     if action == "rollback":  # which begins anew if no state was verified
         assert found == run_of(tmp_path / "calm", 1, steps=40, **ONE_EACH)[0]
     [corruption] = corruptions(run)
-    assert corruption.rank == 0 and "parameters, buffers or optimizer state of rank 0 differ" in corruption.text
+    assert corruption.rank == 0 and "rank 0 has different parameters, buffers or optimizer state" in corruption.text
     [failed] = [event for event in run.rendezvous.events("commit_failed") if "Replicas" in event.error]
     assert not failed.counts and "rank 0 holds other values of model.head.weight than" in failed.error
 
