@@ -36,7 +36,7 @@ class HostBatch:
 def split_into_micro_batches(
     plan: FeedPlan, contents: Iterator[Content], skipped_to: Callable[[], int]
 ) -> Iterator[HostBatch]:
-    """Yields the micro-batches of a plan from the plan's chunks. Skips steps before the one that `skipped_to` returns.
+    """Yields the micro-batches of a plan from the plan's chunks. Skips steps before the step from `skipped_to`.
 
     Raises:
         EndedEarlyError: there are too few chunks.

@@ -22,7 +22,7 @@ class Resharding:
     num: int
     """Number of shards before."""
     held: tuple[tuple[int, ...], ...]
-    """For each rank, the shards that it holds before: its own first, then the one that it mirrors."""
+    """For each rank, the shards that it holds before: its own first, then the mirrored shard."""
     keepers: tuple[int, ...]
     """The ranks that have a shard afterwards: `keepers[i]` has shard `i` modulo the number of shards."""
     num_after: int | None = None

@@ -187,7 +187,7 @@ class ProcessGroup:
             raise PeerFailedError("a peer failed while NCCL connected the ranks")
 
     def _find_sockets(self, store: dist.Store, before: Collection[Socket]) -> frozenset[Socket]:
-        """Returns the group's connections, among those that this process opened since the group began to form.
+        """Returns the group's connections, among the connections opened since the group began to form.
 
         Collective. Other threads open connections meanwhile, to the storage for example, and `abort` must spare them.
         One end of each of gloo's connections is an address on which some rank began to listen, so ranks exchange these

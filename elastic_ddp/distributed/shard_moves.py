@@ -55,7 +55,7 @@ def move_rows(
     offset: int | None = None,
     tick: Callable[[], None] = lambda: None,
 ) -> dict[int, dict[str, torch.Tensor]]:
-    """Returns the rows of the shards that this rank has afterwards, by their numbers: its own, and the one it mirrors.
+    """Returns the rows of the shards that this rank has afterwards, by their numbers: its own and the mirrored shard.
 
     Collective. A rank copies rows that it already holds, without communication. `specs` has all sharded tensors, in the
     same order on all ranks. `held` has the rows of each shard that this rank holds, by its number; they are removed as

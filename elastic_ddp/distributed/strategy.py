@@ -134,7 +134,7 @@ class Strategy(ABC):
         return None
 
     def _find_trained(self) -> dict[str, torch.nn.Parameter]:
-        """Sets `parameters` to the model's parameters, and returns those that are trained."""
+        """Sets `parameters` to the model's parameters, and returns the trained parameters."""
         self.parameters = dict(self._model.module.named_parameters())
         self._found = self._look_for_parameters()
         return {

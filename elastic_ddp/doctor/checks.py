@@ -167,7 +167,7 @@ def check_data(cluster: Cluster) -> Iterator[Result]:
 
 
 def check_gpus(cluster: Cluster) -> Iterator[Result]:
-    """The GPUs in Ray's resources exist, torch can use them, and those that Ray counts as free are not in use."""
+    """The GPUs in Ray's resources exist, torch can use them, and no GPU that Ray counts as free is in use."""
     nodes = [(node, facts) for node, facts in cluster.known if node.num_gpus or facts.gpus]
     for node, facts in nodes:
         present = len(facts.gpus)

@@ -30,7 +30,7 @@ _FORWARD = (
 
 
 def connect_to_jobs(address: str | None = None) -> JobSubmissionClient:
-    """Connects to the job server of a cluster, by default the one at `RAY_API_SERVER_ADDRESS`, `RAY_ADDRESS`, or here.
+    """Connects to the job server of a cluster, by default at `RAY_API_SERVER_ADDRESS`, `RAY_ADDRESS`, or here.
 
     Raises ConfigError if no cluster responds, it has no dashboard that this machine can reach, or it rejects the token.
     """

@@ -214,7 +214,7 @@ class PhaseClock:
         self.enter(_PHASES.get(place, "other"))
 
     def enter(self, phase: str) -> str:
-        """Enters a phase, and returns the one before. The training thread calls it, or a thread of autograd for
+        """Enters a phase, and returns the previous phase. The training thread calls it, or a thread of autograd for
         which the training thread waits."""
         before = self._phase
         self._phase = cast(_Phase, phase)
