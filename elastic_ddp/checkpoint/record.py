@@ -27,16 +27,10 @@ class Measurement:
     step: int
 
 
-def identity_of(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the identity of a commit's run: settings by name, and the fingerprint of its data."""
-    data = {"data": record["data"]} if "data" in record else {}
-    return {**record.get("identity", {}), **data}
-
-
 def different_runs(record: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
     """Returns the names of the settings in which the runs of two commits differ, if both records have them."""
-    mine = identity_of(record)
-    theirs = identity_of(other)
+    mine = record.get("identity", {})
+    theirs = other.get("identity", {})
     return [name for name in mine if name in theirs and mine[name] != theirs[name]]
 
 

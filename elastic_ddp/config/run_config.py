@@ -27,7 +27,7 @@ LoggerNames = Annotated[
 
 IDENTITY = ("seed", "global_batch_size", "micro_batch_size", "reduction", "precision", "clip_grad_norm")
 """Settings that decide the weights' bits. A resumed run must keep them."""
-DATA_IDENTITY = ("columns", "shuffle", "window_row_groups", "chunk_rows")
+DATA_IDENTITY = ("columns", "shuffle", "window_row_groups", "chunk_rows", "drop_last")
 """Settings under `data` that a resumed run must keep."""
 
 
@@ -419,8 +419,6 @@ class RunConfig(Settings):
         for key in DATA_IDENTITY:
             value = getattr(self.data, key)
             settings[f"data.{key}"] = list(value) if isinstance(value, tuple) else value
-        if self.data.drop_last:
-            settings["data.drop_last"] = True
         return settings
 
     def recorded(self) -> dict[str, Any]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import io
-import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -12,20 +11,13 @@ from ray.runtime_env import RuntimeEnv
 from ray.util import inspect_serializability
 
 from elastic_ddp.checkpoint import CommitCatalog
-from elastic_ddp.checkpoint.record import identity_of
 from elastic_ddp.config.capacity import check_cpus, explain_shortage
 from elastic_ddp.config.run_config import RunConfig
 from elastic_ddp.data.index import DatasetIndex
 from elastic_ddp.data.map_style import MapStyleIndex
-from elastic_ddp.driver.display import print_note
 from elastic_ddp.errors import ConfigError
 from elastic_ddp.ray_internals.this_job import COPIES
 from elastic_ddp.worker.job import COMMITS, Job
-
-_IDENTITY = "run.json"
-_DESCRIPTION = "data_set"
-"""The key in `run.json` that describes the data set for people."""
-
 
 _SIGNATURES = {
     "train": (1, "one argument, the Run", "def train(run)"),
@@ -96,45 +88,20 @@ def check_is_kept(storage: str, uri: str) -> None:
         )
 
 
-def check_identity(job: Job, *, may_replace: bool) -> None:
-    """Records the run's definition (`run.json`), or raises ConfigError if an earlier session recorded another one.
-
-    A run without a commit (`may_replace`) gets a new record.
-    """
-    storage = job.storage
-    config = job.config
-    index = job.index
-    current = {**job.identity(), "data": index.fingerprint}
-    record = json.dumps({**current, _DESCRIPTION: str(index)}, indent=1).encode()
-    is_damaged = False
-    try:
-        recorded = None if may_replace else json.loads(storage.read(_IDENTITY))
-    except FileNotFoundError:
-        recorded = None
-    except ValueError:
-        print_note(f"{storage.uri}/{_IDENTITY} is damaged; it is written again from the newest commit")
-        newest = CommitCatalog(storage.at(COMMITS)).latest()
-        recorded = None if newest is None else identity_of(newest.record)
-        is_damaged = True
-    if recorded is None:
-        storage.write(_IDENTITY, record)
-        return
-    recorded_data = recorded.pop(_DESCRIPTION, "another data set")
-    changes = [
-        f"{key} was {recorded.get(key)!r} and is {current.get(key)!r}"
-        for key in {**recorded, **current}
-        if key != "data" and recorded.get(key) != current.get(key)
-    ]
-    if recorded.get("data") != index.fingerprint:
-        new = "has the same paths but other contents" if recorded_data == str(index) else f"is {index}"
-        changes.append(f"data was {recorded_data} and {new} ({index.compared_by})")
-    if changes:
+def check_identity(job: Job) -> None:
+    """Raises ConfigError if the run has commits, and all were made with other settings or data."""
+    newest = None
+    for commit in CommitCatalog(job.storage.at(COMMITS)).manifests():
+        difference = job.difference_to(commit.record)
+        if difference is None:
+            return
+        newest = newest or difference
+    if newest is not None:
+        config = job.config
         raise ConfigError(
-            f"run {config.name!r} in {config.storage} began with other settings: {'; '.join(changes)}. Restore these "
-            "settings, or use another name; run.load_weights can start that run from the weights of this one."
+            f"run {config.name!r} in {config.storage} began with other settings: {newest}. Restore these settings, or "
+            "use another name; run.load_weights can start that run from the weights of this one."
         )
-    if is_damaged:
-        storage.write(_IDENTITY, record)
 
 
 def check_steps(index: DatasetIndex | MapStyleIndex, config: RunConfig) -> None:

@@ -314,10 +314,10 @@ class ElasticTrainer:
                 loggers.complete()
 
     def _create_job(self, storage: Storage) -> Job:
-        """Reads or builds the index of the data, and checks both against the record in the storage."""
+        """Reads or builds the index of the data, and checks it and the settings against the commits in the storage."""
         data = self._data
         copy = ""
-        may_replace = not has_commits(storage)  # then data and settings may still change
+        may_replace = not has_commits(storage)  # then the data may still change
         if is_ray_dataset(data):
             copies = self._storage if has_commits(self._storage) else storage
             data = materialize(data, copies, may_replace=not has_commits(copies), note=print_note)
@@ -341,7 +341,7 @@ class ElasticTrainer:
             weights=weights_of(index, self._sample_weights) if self._sample_weights is not None else None,
             storage=storage,
         )
-        check_identity(job, may_replace=may_replace)
+        check_identity(job)
         return job
 
     def _find_commit(self, job: Job) -> Commit | None:

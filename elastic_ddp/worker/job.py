@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from elastic_ddp.checkpoint.record import different_runs, identity_of
+from elastic_ddp.checkpoint.record import different_runs
 from elastic_ddp.config.run_config import RunConfig
 from elastic_ddp.data.index import DatasetIndex
 from elastic_ddp.data.map_style import MapStyleIndex
@@ -60,19 +60,26 @@ class Job:
     """In `ElasticTrainer.debug`, which saves nothing: the folder that has the commits of the run."""
 
     def identity(self) -> dict[str, Any]:
-        """Returns the settings that decide the weights' bits, besides the data, as JSON values."""
-        sampling = {"sample_weights": self.weights.fingerprint} if self.weights is not None else {}
-        return self.config.identity() | sampling
+        """Returns what decides the weights' bits, as JSON values."""
+        weights = None if self.weights is None else self.weights.fingerprint
+        return {**self.config.identity(), "sample_weights": weights, "data": self.index.fingerprint}
+
+    def to_record(self) -> dict[str, Any]:
+        """Returns the entries for a commit's record that identify the run."""
+        return {"identity": self.identity(), "data_set": str(self.index)}
 
     def difference_to(self, record: Mapping[str, Any]) -> str | None:
-        """Returns how the run of a commit with this record differs from this run; None if it is the same run."""
-        own = {"identity": self.identity(), "data": self.index.fingerprint}
-        names = different_runs(own, record)
-
-        def values(identity: Mapping[str, Any]) -> str:
-            return ", ".join(f"{name} is {identity[name]!r}" for name in names)
-
-        return f"{values(identity_of(record))} in the commit, {values(identity_of(own))} in this run" if names else None
+        """Returns how this run differs from the run of a commit with this record; None if it is the same run."""
+        own = self.to_record()
+        before, now = record.get("data_set"), own["data_set"]
+        data = "has the same paths but other contents" if before == now else f"is {now}"
+        changes = [
+            f"data was {before} and {data} ({self.index.compared_by})"
+            if name == "data"
+            else f"{name} was {record['identity'][name]!r} and is {own['identity'][name]!r}"
+            for name in different_runs(own, record)
+        ]
+        return "; ".join(changes) or None
 
     def check_same_run(self, commit: Commit) -> None:
         """Raises a CheckpointError if a commit belongs to another run."""

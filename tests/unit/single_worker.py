@@ -127,6 +127,7 @@ class FakeClient:
 class FakeIndex:
     num_rows: int
     fingerprint: str = "fingerprint"
+    compared_by: str = "by fingerprint"
     group_rows: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
 
 

@@ -124,12 +124,12 @@ def test_a_folder_without_a_run_or_inside_of_one_is_refused_and_nothing_is_creat
 def test_prune_keeps_and_prints_commits_of_another_run_than_the_newest(tmp_path: Path) -> None:
     store = SingleRankStore(Storage(tmp_path / "lm").at(COMMITS), keep=9)
     for step, batch, data in ((10, 64, "a"), (20, 64, "a"), (30, 32, "a"), (40, 64, "a")):
-        record = {"identity": {"global_batch_size": batch}, "data": data}
+        record = {"identity": {"global_batch_size": batch, "data": data}}
         store.save({"model": {}, "user": {"step": step}}, step=step, record=record)
     text = " ".join(invoke("prune", str(tmp_path / "lm"), "--keep", "1").stdout.split())
     assert "step 30 is kept, with all of its objects: commits/30.json belongs to another run" in text
     assert steps_left(tmp_path) == [40, 30]
-    store.save({"model": {}, "user": {"step": 50}}, step=50, record={"identity": {"global_batch_size": 8}, "data": "a"})
+    store.save({"model": {}, "user": {"step": 50}}, step=50, record={"identity": {"global_batch_size": 8}})
     assert prune(tmp_path, "--keep", "1", "--orphans-older-than-s", "0") == []
     assert steps_left(tmp_path) == [50, 40, 30]
 

@@ -13,7 +13,7 @@ from elastic_ddp import ElasticTrainer, RunConfig
 from elastic_ddp.config.environment import has_credential
 from elastic_ddp.data.files import list_files
 from elastic_ddp.driver import session as session_module
-from elastic_ddp.driver.start_checks import check_identity, check_runtime_env
+from elastic_ddp.driver.start_checks import check_runtime_env
 from elastic_ddp.errors import ConfigError
 from elastic_ddp.storage.storage import Storage
 from tests.inside_run import finish, job_of
@@ -120,14 +120,13 @@ def test_no_credential_is_in_a_file_of_the_run_or_in_its_output(
 
     rendezvous = inprocess_rendezvous()
     monkeypatch.setattr(session_module, "run_workers", lambda *_: rendezvous.ask("end", None, None, outcome))
-    check_identity(job, may_replace=False)
     with session_of(job, rendezvous) as session:
         session.run()
         session.close_ledger()
     print(job, job.config)
 
     written = {str(path.relative_to(tmp_path)): path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-    assert {re.sub(r"/.*", "", name.removeprefix("run/")) for name in written} >= {"checkpoints", "ledger", "run.json"}
+    assert {re.sub(r"/.*", "", name.removeprefix("run/")) for name in written} >= {"checkpoints", "ledger"}
     assert [name for name, content in written.items() if SECRET.encode() in content] == []
     assert b"UNUSUAL" in b"".join(written.values())
     printed = capfd.readouterr()

@@ -16,7 +16,6 @@ from elastic_ddp.config.run_config import RunConfig
 from elastic_ddp.data.index import open_index
 from elastic_ddp.data.ingest import materialize
 from elastic_ddp.driver.run_handle import get_run
-from elastic_ddp.driver.start_checks import check_identity
 from elastic_ddp.driver.trainer import ElasticTrainer
 from elastic_ddp.errors import ConfigError, DataError
 from elastic_ddp.storage.lease import Driver, DriverLease
@@ -28,7 +27,7 @@ from tests.unit.cli.test_cli import invoke
 from tests.unit.report_runs import calm
 
 SETTINGS = {"name": "lm", "steps": 480, "global_batch_size": 8, "micro_batch_size": 8}
-FILES = ("run.json", "summary.json", "data/index", "data/dataset.json", "driver/", "ledger/", "sessions/")
+FILES = ("summary.json", "data/index", "data/dataset.json", "driver/", "ledger/", "sessions/")
 
 
 def train(run: Any) -> None: ...
@@ -50,9 +49,7 @@ def run(tmp_path: Path) -> Storage:
             ledger.append(event)
     index = open_index(str(tmp_path / "data"), storage)
     job = Job(config=config, train=train, index=index, transform=None, storage=storage)
-    check_identity(job, may_replace=True)
-    record = {"identity": job.identity(), "data": index.fingerprint}
-    SingleRankStore(storage.at(COMMITS), keep=1).save({"user": {}}, step=480, record=record)
+    SingleRankStore(storage.at(COMMITS), keep=1).save({"user": {}}, step=480, record=job.to_record())
     storage.write("summary.json", json.dumps(summarize(read_ledger(storage), name="lm")).encode())
     storage.write("sessions/s1", b"")
     storage.write("data/dataset-1/0.parquet", b"")
@@ -83,7 +80,7 @@ def test_a_run_with_a_damaged_file_is_known_to_have_finished(
     result = trainer(tmp_path).fit()
     assert (result.status, result.steps, result.summary["total_steps"]) == ("finished", 480, 480)
     assert open_index(str(tmp_path / "data"), run).num_rows == 64
-    if prefix in ("run.json", "data/index", "summary.json"):
+    if prefix in ("data/index", "summary.json"):
         restored, old = run.read(key), before[key]
         assert restored == old if prefix != "summary.json" else json.loads(restored)["steps"] == 480
     with pytest.raises(ConfigError, match=r"record of a run|no run is live"):
@@ -96,8 +93,7 @@ def test_a_run_with_a_damaged_file_is_known_to_have_finished(
             assert "lm" in invoke(*command, run.uri).output
 
 
-def test_settings_that_differ_are_refused_also_without_the_record_of_the_run(run: Storage, tmp_path: Path) -> None:
-    damage(run, "run.json", 0.5)
+def test_settings_that_differ_are_refused_also_with_a_damaged_index(run: Storage, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="micro_batch_size was 8 and is 4"):
         trainer(tmp_path, micro_batch_size=4, steps=500).fit()
     (tmp_path / "data/more.parquet").write_bytes((tmp_path / "data/rows.parquet").read_bytes())

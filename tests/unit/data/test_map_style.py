@@ -25,8 +25,9 @@ from elastic_ddp.errors import ConfigError, DataError
 from elastic_ddp.rendezvous.hang import Activity
 from elastic_ddp.storage.storage import Storage
 from elastic_ddp.worker import evaluation
-from elastic_ddp.worker.job import Job
+from elastic_ddp.worker.job import COMMITS, Job
 from tests.ranks import single_rank_group
+from tests.single_rank_store import SingleRankStore
 
 
 def train(run: Any) -> None: ...
@@ -225,10 +226,12 @@ def test_a_run_with_commits_refuses_another_data_set_in_memory(tmp_path: Path, c
             config=RunConfig(**config), train=train, index=index, transform=None, storage=Storage(tmp_path / "a")
         )
 
-    check_identity(job(ROWS), may_replace=False)
-    check_identity(job(ROWS.copy()), may_replace=False)
+    check_identity(job(CHANGED))
+    store = SingleRankStore(Storage(tmp_path / "a").at(COMMITS), keep=1)
+    store.save({"user": {}}, step=1, record=job(ROWS).to_record())
+    check_identity(job(ROWS.copy()))
     with pytest.raises(ConfigError, match=r"data was 12 rows of columns 'x' .* is 12 rows .*compared by content"):
-        check_identity(job(CHANGED), may_replace=False)
+        check_identity(job(CHANGED))
 
 
 CLASS = """

@@ -23,7 +23,8 @@ from elastic_ddp.driver.trainer import ElasticTrainer
 from elastic_ddp.errors import ConfigError
 from elastic_ddp.storage.storage import Storage
 from elastic_ddp.worker.generation import feeds_of
-from elastic_ddp.worker.job import Job
+from elastic_ddp.worker.job import COMMITS, Job
+from tests.single_rank_store import SingleRankStore
 
 LANES, SIZE = 3, 4
 Batches = dict[tuple[int, int], tuple[list[int], list[float]]]
@@ -171,27 +172,20 @@ def test_weights_are_a_column_or_an_array(tmp_path: Path, weighted_table: pa.Tab
         weights_of(index_in_memory([{"w": 1.0}]), "w")
 
 
-def test_a_run_cannot_resume_with_other_weights(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, weighted_table: pa.Table
-) -> None:
-    monkeypatch.setattr("elastic_ddp.driver.trainer.has_commits", lambda storage: True)
+def test_a_run_cannot_resume_with_other_weights(tmp_path: Path, weighted_table: pa.Table) -> None:
     settings = {"name": "run", "storage": str(tmp_path / "runs"), "steps": 2}
     config = {**settings, "global_batch_size": 2, "micro_batch_size": 2}
 
-    def fit(weights: Any) -> None:
+    def job(weights: Any) -> Job:
         trainer = ElasticTrainer(takes_a_run, weighted_table.select(["x", "w"]), config, sample_weights=weights)
-        trainer._connect = stop  # type: ignore[method-assign]
-        trainer.fit()
+        return trainer._create_job(Storage(tmp_path / "runs" / "run"))
 
-    def stop(*_: Any) -> None:
-        raise KeyboardInterrupt
-
-    for weights in ("w", [0, 1, 2, 3, 4, 5]):
-        with pytest.raises(KeyboardInterrupt):
-            fit(weights)
+    store = SingleRankStore(Storage(tmp_path / "runs" / "run").at(COMMITS), keep=1)
+    store.save({"user": {}}, step=1, record=job("w").to_record())
+    job([0, 1, 2, 3, 4, 5])  # the values of the column
     for weights in ([1, 1, 1, 1, 1, 1], None):
         with pytest.raises(ConfigError, match="began with other settings: sample_weights was '"):
-            fit(weights)
+            job(weights)
 
 
 def takes_a_run(run: Any) -> None: ...

@@ -40,8 +40,8 @@ def test_a_commit_records_its_run_versions_and_position(new_run: NewRun, tmp_pat
     packages = {name: version(name) for name in ("elastic-ddp", "torch", "ray", "pyarrow")}
     assert record["versions"] == {"python": platform.python_version(), **packages}
     assert (record["generation"], record["epoch"]) == (1, job.shape.epoch_of(job.total_steps))
-    assert record["data"] == job.index.fingerprint
-    assert record["identity"] == json.loads(json.dumps(job.config.identity()))
+    assert record["identity"] == json.loads(json.dumps(job.identity()))
+    assert record["identity"]["data"] == job.index.fingerprint
     assert record["identity"]["seed"] == job.config.seed
 
 
