@@ -12,7 +12,7 @@ import warnings
 import weakref
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import cache, partial, wraps
@@ -188,11 +188,6 @@ def has_scheduler(optimizer: torch.optim.Optimizer) -> bool:
 def inner_schedulers(scheduler: torch.optim.lr_scheduler.LRScheduler) -> Sequence[Any]:
     """Returns the schedulers that a `SequentialLR` or `ChainedScheduler` runs; none for any other: `_schedulers`."""
     return getattr(scheduler, "_schedulers", ())
-
-
-def inner_scheduler_states(state: Mapping[str, Any]) -> Sequence[Any]:
-    """Returns the states of the schedulers that `inner_schedulers` returns, from their scheduler's `state_dict`."""
-    return state.get("_schedulers", ())
 
 
 def move_scheduler(scheduler: Any, position: int) -> None:

@@ -33,14 +33,13 @@ class Prepared:
     Attributes:
         optimizer: for each optimizer, the settings of its param_groups.
         scheduler: the states of the schedulers, by key.
-        kind: for each scheduler, the name of its class.
-        every: for each scheduler, when `Step.optimize` steps it; None if the training function steps it.
+        kind: for each optimizer and scheduler, its class; for a scheduler also when `Step.optimize` steps it, or None
+            if the training function steps it.
     """
 
     optimizer: list[list[dict[str, Any]]]
     scheduler: dict[str, dict[str, Any]]
     kind: dict[str, str]
-    every: dict[str, Every | None]
 
 
 @dataclass(frozen=True)
@@ -65,21 +64,22 @@ def record(
     return Prepared(
         optimizer=[_copy_of(_settings(optimizer)) for optimizer in optimizers],
         scheduler={key: _copy_of(scheduler.state_dict()) for key, scheduler in schedulers.items()},
-        kind={key: type(scheduler).__name__ for key, scheduler in schedulers.items()},
-        every=dict(zip_longest(schedulers, every)),
+        kind={f"optimizer {index}": type(optimizer).__name__ for index, optimizer in enumerate(optimizers)}
+        | {
+            f"scheduler {key}": f"{_class_of(scheduler)} with every={when!r}"
+            for (key, scheduler), when in zip_longest(schedulers.items(), every)
+        },
     )
 
 
-def check_schedulers(then: Prepared, now: Prepared) -> None:
-    """Raises a CheckpointError if a scheduler of the code, `now`, is another one than in the commit."""
-    for key in now.kind:
-        before, after = (
-            f"a {each.kind[key]} with every={each.every[key]!r}" if key in each.kind else "missing"
-            for each in (then, now)
-        )
+def check_kinds(then: Prepared, now: Prepared) -> None:
+    """Raises a CheckpointError if an optimizer or scheduler of the code, `now`, is another one than in the commit."""
+    for key in now.kind | then.kind:
+        before = then.kind.get(key, "missing")
+        after = now.kind.get(key, "missing")
         if before != after:
             raise CheckpointError(
-                f"scheduler {key} is {before} in the commit, and {after} in the code. Restore it, or use another name; "
+                f"{key} is {before} in the commit, and {after} in the code. Restore it, or use another name; "
                 "run.load_weights can start that run from this run's weights."
             )
 
@@ -209,6 +209,12 @@ def _is_same(first: Any, second: Any) -> bool:
 def _copy_of(value: Any) -> Any:
     skeleton, tensors = flatten(value)
     return unflatten(skeleton, {name: tensor.clone() for name, tensor in tensors.items()})
+
+
+def _class_of(scheduler: LRScheduler) -> str:
+    """Returns the names of the classes of a scheduler and of those that it runs."""
+    inner = [_class_of(each) for each in torch_internals.inner_schedulers(scheduler)]
+    return type(scheduler).__name__ + (f"({', '.join(inner)})" if inner else "")
 
 
 def _name_of(thing: object, all_things: Sequence[object]) -> str:

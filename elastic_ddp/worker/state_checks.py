@@ -5,9 +5,8 @@ The checks raise errors where torch would continue silently, or fail only at the
 
 from __future__ import annotations
 
-import inspect
 from collections import deque
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,7 +14,7 @@ from torch.nn.parameter import is_lazy
 
 from elastic_ddp import torch_internals
 from elastic_ddp.data.order import EpochShape
-from elastic_ddp.errors import CheckpointError, ConfigError, shorten
+from elastic_ddp.errors import ConfigError, shorten
 from elastic_ddp.tensors.dtensor import is_dtensor
 from elastic_ddp.tensors.state_tree import Layout, dtype_name
 from elastic_ddp.worker.optimizer_state import group_names
@@ -226,43 +225,3 @@ def _describe(value: Any) -> str:
     if isinstance(value, torch.Tensor):
         return f"{dtype_name(value.dtype)} of shape {tuple(value.shape)}"
     return "missing" if value is None else "no tensor"
-
-
-def check_saved_optimizer(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
-    """Raises a CheckpointError if the state has settings of torch's optimizers that this optimizer lacks.
-
-    Other settings are accepted: users may add any to a param_group, and their own optimizers may add some in `step`.
-    """
-    if _is_from_torch(optimizer):
-        kinds = [value for value in vars(torch.optim).values() if isinstance(value, type)]
-        optimizers = [kind for kind in kinds if issubclass(kind, torch.optim.Optimizer)]
-        settings = {name for kind in optimizers for name in inspect.signature(kind).parameters}
-        groups = saved.get("numbered", saved)["param_groups"]
-        for group, own in zip(groups, optimizer.param_groups, strict=False):
-            _check_keys("optimizer", optimizer, settings.intersection(group), own)
-
-
-def check_saved_scheduler(scheduler: torch.optim.lr_scheduler.LRScheduler, saved: Mapping[str, Any]) -> None:
-    """Raises a CheckpointError if a scheduler of torch, or one inside it, does not have the keys of the state.
-
-    `load_state_dict` would set other keys as attributes. Users' schedulers may add attributes in `step`.
-    """
-    if _is_from_torch(scheduler):
-        _check_keys("scheduler", scheduler, saved, scheduler.state_dict())
-    schedulers = torch_internals.inner_schedulers(scheduler)
-    states = torch_internals.inner_scheduler_states(saved)
-    for inner, state in zip(schedulers, states, strict=False):
-        check_saved_scheduler(inner, state)
-
-
-def _is_from_torch(value: object) -> bool:
-    return type(value).__module__.startswith("torch.")
-
-
-def _check_keys(kind: str, value: Any, saved: Collection[str], own: Collection[str]) -> None:
-    unknown = sorted(map(str, set(saved).difference(own)))
-    if unknown:
-        raise CheckpointError(
-            f"the commit holds the state of another {kind}: {type(value).__name__} has no {', '.join(unknown)}. "
-            f"Prepare the {kind} that the run began with, or use another name."
-        )

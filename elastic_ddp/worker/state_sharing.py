@@ -106,7 +106,7 @@ def _resume(inputs: GenerationInputs, group: ProcessGroup, make_layout: Callable
     """Loads the newest commit, with the hyperparameters of the commit or of the code. Returns False if there is none.
 
     Raises:
-        CheckpointError: as `load_state_dict`, or the code has another scheduler.
+        CheckpointError: as `load_state_dict`, or an optimizer or scheduler is another one.
         ConfigError: a changed scheduler cannot be moved to the run's position.
     """
     saved = inputs.restore(group, make_layout)
@@ -117,7 +117,7 @@ def _resume(inputs: GenerationInputs, group: ProcessGroup, make_layout: Callable
     then = Prepared(**saved["prepared"])
     now = state.prepared
     assert now is not None, "recorded before the first step"
-    hyperparameters.check_schedulers(then, now)
+    hyperparameters.check_kinds(then, now)
     state.load_state_dict(saved)
     schedulers = state.all_schedulers()
     changes = hyperparameters.compare(state.optimizers, schedulers, then, now)

@@ -32,8 +32,6 @@ from elastic_ddp.worker.state_checks import (
     check_layout,
     check_optimizer,
     check_saved_model,
-    check_saved_optimizer,
-    check_saved_scheduler,
     check_scheduler,
 )
 from elastic_ddp.worker.step_guard import StepGuard
@@ -322,9 +320,6 @@ class TrainState:
                     )
             for key, optimizer in expected["optimizer"].items():
                 check_groups(optimizer, group_names(optimizer, self.module), saved_names(state["optimizer"][key]))
-                check_saved_optimizer(optimizer, state["optimizer"][key])
-            for key, scheduler in expected["scheduler"].items():
-                check_saved_scheduler(scheduler, state["scheduler"][key])
             model = self.module.state_dict()
             saved_others = {**state.get(PARAMETERS, {}), **state[BUFFERS]}
             built = ChainMap(*left_out(self.module, model).values())

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.optim.lr_scheduler import ConstantLR, ExponentialLR, LinearLR, SequentialLR, StepLR
+from torch.optim.lr_scheduler import StepLR
 
 from elastic_ddp.distributed.buffer_sync import resolve_views
 from elastic_ddp.distributed.prepared_model import PreparedModel
@@ -98,19 +98,9 @@ def test_a_model_with_other_dtypes_or_buffers_is_refused(change: Callable[[Any],
     assert message in error and "changed model is another run" in error
 
 
-def test_state_of_another_optimizer_is_refused() -> None:
-    assert "AdamW has no dampening, momentum" in load_error(state_of(Model()), state_of(Model(), torch.optim.SGD))
+def test_state_of_other_param_groups_is_refused() -> None:
     other = state_of(Model(), lambda parameters, lr: torch.optim.AdamW([{"params": [each]} for each in parameters]))
     assert "6 param_groups, and 1 were saved" in load_error(other, state_of(Model()))
-
-
-def test_state_of_another_scheduler_inside_a_scheduler_is_refused() -> None:
-    states = [state_of(Model()) for _ in range(2)]
-    for state, last in zip(states, (LinearLR, ExponentialLR), strict=True):
-        [optimizer] = state.optimizers
-        parts = [ConstantLR(optimizer), last(optimizer, 0.5)]  # type: ignore[operator]
-        state.add_scheduler(SequentialLR(optimizer, parts, [3]))
-    assert "ExponentialLR has no end_factor, start_factor, total_iters" in load_error(*reversed(states))
 
 
 def test_loaded_state_equals_the_saved_state() -> None:
