@@ -14,7 +14,7 @@ import torch
 from elastic_ddp.tensors.dtensor import is_dtensor
 
 PARAMETERS, BUFFERS = "parameters", "buffers"
-"""The components of a state for tensors that the model's `state_dict()` omits; `parameters` only if there are any."""
+"""The components of a state for tensors that the model's `state_dict()` omits."""
 
 
 def left_out(module: torch.nn.Module, model: Mapping[str, Any]) -> dict[str, dict[str, torch.Tensor]]:

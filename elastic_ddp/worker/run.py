@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from elastic_ddp.worker.generation import Generation
     from elastic_ddp.worker.loop import Loop
 
-Prepared = TypeVar("Prepared")
+Thing = TypeVar("Thing")
 Module = TypeVar("Module", bound=torch.nn.Module)
 
 
@@ -64,13 +64,13 @@ class Run:
 
     def prepare(
         self,
-        thing: Prepared,
+        thing: Thing,
         *,
         shard: ShardBy | None = None,
         buffers: Mapping[str, str] | None = None,
         param_init_fn: Callable[[torch.nn.Module], object] | None = None,
         every: Every = "step",
-    ) -> Prepared:
+    ) -> Thing:
         """Adds a model, an optimizer, or a scheduler to the run.
 
         Call it on every rank, in the same order, before `steps()`. `Step.optimize` steps prepared optimizers and

@@ -116,7 +116,6 @@ def _resume(inputs: GenerationInputs, group: ProcessGroup, make_layout: Callable
     used = inputs.job.config.checkpoint.hyperparameters
     then = Prepared(**saved["prepared"])
     now = state.prepared
-    assert now is not None, "recorded before the first step"
     hyperparameters.check_kinds(then, now)
     state.load_state_dict(saved)
     schedulers = state.all_schedulers()

@@ -96,7 +96,7 @@ class TrainState:
     position: Position = field(default_factory=Position)
     updates: list[dict[str, Any]] = field(default_factory=list)
     """The completed updates of the step at this position: the name of each, and its metrics."""
-    prepared: Prepared | None = None
+    prepared: Prepared = field(default_factory=lambda: Prepared([], {}, {}))
     """The hyperparameters as the code of the session sets them; see `record_prepared`."""
     layout: Layout | None = None
     """How a restore lays out tensors on this rank; None if every rank holds the full state."""
@@ -235,7 +235,6 @@ class TrainState:
         Raises a ConfigError on every rank if a restore could not reproduce how the state is sharded.
         """
         model = self.module.state_dict()
-        others = left_out(self.module, model)
         optimizers = {
             str(index): named_state(optimizer, group_names(optimizer, self.module))
             for index, optimizer in enumerate(self.optimizers)
@@ -245,15 +244,15 @@ class TrainState:
             check_layout({"optimizer": optimizers, "user": user}, self.layout)
         return {
             "model": model,
-            **{component: tensors for component, tensors in others.items() if tensors or component == BUFFERS},
+            **left_out(self.module, model),
             "optimizer": optimizers,
             "scheduler": {str(index): scheduler.state_dict() for index, scheduler in enumerate(self.schedulers)},
             "user": user,
             "position": asdict(self.position),
-            **({} if self.prepared is None else {"prepared": vars(self.prepared)}),
-            **({} if self.loss_scale is None else {"loss_scale": asdict(self.loss_scale)}),
-            **({"update_scales": {k: asdict(v) for k, v in self.update_scales.items()}} if self.update_scales else {}),
-            **({"updates": self.updates} if self.updates else {}),
+            "prepared": vars(self.prepared),
+            "loss_scale": None if self.loss_scale is None else asdict(self.loss_scale),
+            "update_scales": {number: asdict(scale) for number, scale in self.update_scales.items()},
+            "updates": self.updates,
         }
 
     def replicated(self) -> dict[str, torch.Tensor]:
@@ -321,7 +320,7 @@ class TrainState:
             for key, optimizer in expected["optimizer"].items():
                 check_groups(optimizer, group_names(optimizer, self.module), saved_names(state["optimizer"][key]))
             model = self.module.state_dict()
-            saved_others = {**state.get(PARAMETERS, {}), **state[BUFFERS]}
+            saved_others = {**state[PARAMETERS], **state[BUFFERS]}
             built = ChainMap(*left_out(self.module, model).values())
             # With FSDP, a commit has parameters that the model's `state_dict()` copies in `model` alone.
             others = {name: built[name] for name in built if name in saved_others or name not in state["model"]}
@@ -339,11 +338,11 @@ class TrainState:
                 "model is another run: use another name."
             ) from error
         self.position = Position(**state["position"])
-        self.prepared = Prepared(**state["prepared"]) if "prepared" in state else None
+        self.prepared = Prepared(**state["prepared"])
         if self.loss_scale is not None:
             self.loss_scale = LossScale(**state["loss_scale"])
-        self.update_scales = {key: LossScale(**scale) for key, scale in state.get("update_scales", {}).items()}
-        self.updates = list(state.get("updates", []))
+        self.update_scales = {key: LossScale(**scale) for key, scale in state["update_scales"].items()}
+        self.updates = list(state["updates"])
         self.guard.count(self.schedulers)
 
     def nonfinite_parameters(self) -> list[str]:

@@ -146,7 +146,6 @@ def _resume_shards(group: ProcessGroup, folder: Path) -> tuple[str, str]:
     restored = restore(CheckpointStore(storage, keep=1), storage, group, layout)
     assert restored is not None
     state.load_state_dict(restored[1])
-    state.prepared = None  # otherwise only `Step.optimize` may step the optimizer
     weights = state.weights_sha256()
     train_on(strategy, group, state, np.array([3, 3, 3, 3]), range(2, 4))
     return weights, state.weights_sha256()

@@ -100,13 +100,13 @@ def test_a_resumed_run_has_the_weights_of_an_uninterrupted_one(
     assert train(new_run(folder="again", steps=8), kind, seed=1) == calm
     found = SingleRankStore(Storage(tmp_path / "calm").at(COMMITS), keep=1).load_latest()
     assert found is not None
-    assert ("parameters" in found[1]) == (kind is not Renamed), "what the state dict holds is saved once"
+    assert bool(found[1]["parameters"]) == (kind is not Renamed), "what the state dict holds is saved once"
 
 
 def test_a_commit_of_shards_of_a_model_that_exports_copies_is_restored() -> None:
     states = [TrainState(PreparedModel(Rounded(), device=CPU, bf16=False)) for _ in range(2)]
     saved = states[0].state_dict()
-    del saved["parameters"]  # as with FSDP
+    saved["parameters"] = {}  # as with FSDP
     states[1].load_state_dict(saved)
     assert torch.equal(states[1].module.base.weight, states[0].module.base.weight.half().float())
 
