@@ -174,8 +174,9 @@ class Session:
         self._metrics.record(event)
 
     def _flush(self) -> None:
-        """Stores the events, and passes them on to the loggers."""
-        self.loggers.add(self._ledger.flush())
+        """Stores the events, and lets the loggers read them."""
+        self._ledger.flush()
+        self.loggers.notify()
 
     def _call(self, method: Any, *arguments: Any) -> Any:
         """Calls the rendezvous, and retries while it fails: its snapshot file may be on a disk that is full."""
@@ -245,7 +246,6 @@ class Session:
     def close_ledger(self) -> None:
         """Writes the last event of the session. Raises StorageError if events cannot be stored."""
         self._ledger.append(SessionEnded())
-        self._flush()
         self._ledger.close()
 
     def _outcome_of_newest_commit(self) -> dict[str, Any]:

@@ -1,28 +1,24 @@
-"""Delivers the steps of a run to one logger, in a thread: earlier sessions from the ledger first, then what follows."""
+"""Delivers the steps of a run to one logger, in a thread that reads them from the ledger."""
 
 from __future__ import annotations
 
 import threading
-from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import dropwhile
 from typing import Any
 
 from elastic_ddp.config.environment import hide_credentials
-from elastic_ddp.errors import format_exception
+from elastic_ddp.errors import StorageError, format_exception
 from elastic_ddp.formatting import first_line
 from elastic_ddp.loggers.logger import LoggedRun, Logger
 from elastic_ddp.storage.storage import Storage
 from elastic_ddp.telemetry.event import Event
-from elastic_ddp.telemetry.ledger import list_sessions, read_ledger
+from elastic_ddp.telemetry.ledger import LedgerReader
 from elastic_ddp.telemetry.step_values import LoggedStep, StepValues, beginning
 
-MAX_BACKLOG = 10_000
-"""Number of events that may wait for a slow logger. If there are more, it gets them from the ledger later."""
 RETRY_S, MAX_RETRY_S = 1.0, 60.0
-"""Seconds before the first retry of a logger that failed, and at most."""
+"""Seconds before the first retry of a logger that failed, and at most; failed reads of the ledger wait the first."""
 
 
 class Abandoned(Exception):
@@ -43,29 +39,23 @@ class LoggedSession:
     is_replaced: Callable[[], bool]
     """Whether another driver has taken over the run, and its loggers."""
 
-    @cached_property
-    def first(self) -> str:
-        """The name of the session with which the run began, which is its id."""
-        return beginning(read_ledger(self.storage)) or self.name
-
-    def describe(self) -> LoggedRun:
-        """Returns the facts about the run."""
+    def describe(self, events: Sequence[Event]) -> LoggedRun:
+        """Returns the facts about the run, from all events of its ledger."""
         return LoggedRun(
             name=self.config["name"],
             uri=self.storage.uri,
-            id=self.first,
+            id=beginning(events) or self.name,
             config=self.config,
             session=self.name,
-            session_number=len({*list_sessions(self.storage), self.name}),
+            session_number=len({*(event.session for event in events), self.name}),
         )
 
 
 class Delivery:
     """Delivers each step once, in order, also if the logger fails.
 
-    The ledger is the source. After a failure, or after more events than may wait, the thread asks the logger for its
-    newest step and reads the ledger again. So pass only events that the ledger has stored. `name` is the logger's name
-    in messages.
+    After a failure, the thread asks the logger for its newest step and reads the ledger from the start. `name` is the
+    logger's name in messages.
     """
 
     def __init__(self, name: str, logger: Logger, session: LoggedSession) -> None:
@@ -75,9 +65,10 @@ class Delivery:
         self._logger = logger
         self._session = session
         self._changed = threading.Condition()
-        self._backlog: deque[Event] = deque()
-        self._is_incomplete = False
-        """Whether events were dropped from the backlog."""
+        self._has_new = False
+        """Whether the ledger may have events that the thread has not read."""
+        self._is_unreadable = False
+        """Whether the newest read of the ledger failed."""
         self._status: str | None = None
         """How the session ended; None before."""
         self._is_abandoned = self._is_announced = False
@@ -89,13 +80,10 @@ class Delivery:
         """Starts the thread. The ledger must have the start of the session."""
         self._thread.start()
 
-    def add(self, event: Event) -> None:
-        """Adds an event that the ledger has stored. Never blocks."""
+    def notify(self) -> None:
+        """Tells the thread that the ledger may have new events. Never blocks."""
         with self._changed:
-            if len(self._backlog) < MAX_BACKLOG:
-                self._backlog.append(event)
-            else:
-                self._is_incomplete = True
+            self._has_new = True
             self._changed.notify()
 
     def finish(self, status: str) -> None:
@@ -112,8 +100,8 @@ class Delivery:
 
     @property
     def is_failing(self) -> bool:
-        """Whether the logger has failed, and does not work again yet."""
-        return self._failed_step is not None
+        """Whether the logger has failed, and does not work again yet, or the ledger cannot be read."""
+        return self._failed_step is not None or self._is_unreadable
 
     def join(self, timeout_s: float) -> bool:
         """Waits for the thread. Returns whether the logger has all steps and is finished."""
@@ -125,11 +113,7 @@ class Delivery:
         while True:
             failed_step = self._failed_step
             try:
-                self._check()
-                run = self._session.describe()
-                self.newest = self._logger.start(run)
-                self._announce()
-                self._follow(run.id)
+                self._follow()
                 self._logger.finish(self._status or "")
                 self._note_success()
                 return
@@ -143,36 +127,43 @@ class Delivery:
             except Abandoned:
                 return
 
-    def _follow(self, first_session: str) -> None:
-        """Delivers all steps since a session that the logger lacks, until this session ends."""
+    def _follow(self) -> None:
+        """Starts the logger, and delivers all steps that it lacks until the session ends."""
+        reader, steps = LedgerReader(self._session.storage), StepValues()
+        events, is_over = self._read(reader)
+        run = self._session.describe(events)
+        self.newest = self._logger.start(run)
+        self._announce()
+        events = [*dropwhile(lambda event: event.session != run.id, events)]
         while True:
-            with self._changed:
-                self._backlog.clear()
-                self._is_incomplete = False
-            steps = StepValues()
-            last_seq = -1
-            for event in dropwhile(lambda event: event.session != first_session, read_ledger(self._session.storage)):
-                if event.session == self._session.name:
-                    last_seq = event.seq
+            for event in events:
                 self._log(steps.add(event))
-            while (new := self._next()) is not None:
-                if new.seq > last_seq:
-                    self._log(steps.add(new))
-            if not self._is_incomplete:
+            if is_over:
                 return
+            with self._changed:
+                self._changed.wait_for(lambda: self._has_new or self._is_abandoned or self._status is not None)
+            events, is_over = self._read(reader)
 
-    def _next(self) -> Event | None:
-        """Waits for the next event. Returns None at the end, or if events were dropped."""
-        with self._changed:
-            while True:
-                self._check()
-                if self._is_incomplete:
-                    return None
-                if self._backlog:
-                    return self._backlog.popleft()
-                if self._status is not None:
-                    return None
-                self._changed.wait()
+    def _read(self, reader: LedgerReader) -> tuple[list[Event], bool]:
+        """Returns the new events, and whether they are the last of the session. Retries while the storage fails."""
+        while True:
+            self._check()
+            with self._changed:  # before the read, which may miss later events
+                self._has_new = False
+                is_over = self._status is not None
+            try:
+                events = reader.read()
+            except StorageError as error:
+                if not self._is_unreadable:
+                    self._session.notify(
+                        f"logger {self.name} waits, and training continues: the driver cannot read the ledger, and "
+                        f"retries: {_reason(error)}"
+                    )
+                self._is_unreadable = True
+                self._wait(RETRY_S)
+            else:
+                self._is_unreadable = False
+                return events, is_over
 
     def _wait(self, seconds: float) -> None:
         """Waits before a retry; only `RETRY_S` once the session has ended."""
@@ -205,9 +196,8 @@ class Delivery:
 
     def _note_failure(self, error: BaseException) -> None:
         if self._failed_step is None:
-            reason = first_line(hide_credentials(format_exception(error))).rstrip(".")
             self._session.notify(
-                f"logger {self.name} failed, and training continues: {reason:.400}. Check it; the driver "
+                f"logger {self.name} failed, and training continues: {_reason(error)}. Check it; the driver "
                 "retries, and sends the steps that it lacks once it works"
             )
         self._failed_step = max(self._failed_step or 0, -1 if self.newest is None else self.newest)
@@ -216,3 +206,8 @@ class Delivery:
         if self._failed_step is not None:
             self._session.notify(f"logger {self.name} works again")
         self._failed_step = None
+
+
+def _reason(error: BaseException) -> str:
+    """The error in one line of at most 400 characters."""
+    return first_line(hide_credentials(format_exception(error))).rstrip(".")[:400]

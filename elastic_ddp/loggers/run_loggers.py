@@ -11,7 +11,6 @@ from typing import Any, Self
 from elastic_ddp.errors import ConfigError
 from elastic_ddp.loggers.delivery import Delivery, LoggedSession
 from elastic_ddp.loggers.logger import Logger
-from elastic_ddp.telemetry.event import Event
 
 FINISH_TIMEOUT_S = 30.0
 """How long the end of a session waits for all loggers together."""
@@ -69,11 +68,10 @@ class RunLoggers:
         for delivery in self._deliveries:
             delivery.start()
 
-    def add(self, events: Iterable[Event]) -> None:
-        """Passes events on that the ledger has stored. Never blocks."""
-        for event in events:
-            for delivery in self._deliveries:
-                delivery.add(event)
+    def notify(self) -> None:
+        """Tells the loggers that the ledger may have new events. Never blocks."""
+        for delivery in self._deliveries:
+            delivery.notify()
 
     def finish(
         self, status: str, is_interrupted: Callable[[], bool] = lambda: False, timeout_s: float | None = None

@@ -15,7 +15,6 @@ from typing import Any
 from elastic_ddp.errors import StorageError
 from elastic_ddp.storage.storage import Storage
 from elastic_ddp.telemetry.event import Event, parse
-from elastic_ddp.telemetry.events import SessionEnded
 
 _log = logging.getLogger(__name__)
 _SEGMENT_BYTES = 64 * 1024
@@ -51,8 +50,6 @@ class Ledger:
         self._segment = b""
         self._unwritten: dict[str, bytes] = {}
         """Segments to store, by key, oldest first."""
-        self._new: list[Event] = []
-        """Events since the last flush that stored all."""
         self._failure: StorageError | None = None
 
     def append(self, event: Event) -> None:
@@ -67,15 +64,11 @@ class Ledger:
             self._number += 1
             self._segment = b""
         self._seq += 1
-        self._new.append(parse(json.loads(line)))
         self._segment += line
         self._unwritten[f"ledger/{self.session}-{self._number:06d}.jsonl"] = self._segment
 
-    def flush(self) -> list[Event]:
-        """Stores the appended events, and returns them as `read_ledger` does.
-
-        If the storage fails, logs that, keeps the events for a later flush, and returns none.
-        """
+    def flush(self) -> None:
+        """Stores the appended events. If the storage fails, logs that and keeps the events for a later flush."""
         try:
             for key, data in list(self._unwritten.items()):
                 self._storage.write(key, data)
@@ -84,11 +77,8 @@ class Ledger:
             if self._failure is None:  # one line for an outage
                 _log.warning("ledger events stay in memory until the storage accepts them: %s", error)
             self._failure = error
-            return []
-        self._failure = None
-        stored = self._new
-        self._new = []
-        return stored
+        else:
+            self._failure = None
 
     def close(self) -> None:
         """Flushes for the last time.
@@ -123,35 +113,29 @@ def read_ledger(storage: Storage) -> list[Event]:
 class LedgerReader:
     """Reads the ledger of a run that may be live. Each call of `read` returns the events that are new since the last.
 
-    A new session that begins while an older one still has events is returned after them.
+    A read lists the ledger, and gets the newest known segment and later ones. So once a new session has events, what a
+    replaced driver adds to an older one is not returned.
     """
 
     def __init__(self, storage: Storage) -> None:
         self._storage = storage
-        self._complete: set[str] = set()
-        """Keys of segments that were read and will not change: there was a later one, or their session had ended."""
-        self._num_read: dict[str, int] = {}
-        """The number of the next event of each session."""
+        self._segment = (0, "")
+        """Number of the session and key of the newest segment that was read; it may grow."""
+        self._last = ("", -1)
+        """`session` and `seq` of the newest event that was returned."""
 
     def read(self) -> list[Event]:
         """Returns the new events, in the order of `read_ledger`. Raises StorageError if the storage fails."""
-        segments: dict[str, list[str]] = {}
-        for key in sorted(self._storage.list("ledger")):
-            match = _SEGMENT.fullmatch(key)
-            if match:
-                segments.setdefault(match["session"], []).append(key)
-        unread = [key for keys in segments.values() for key in keys if key not in self._complete]
-        parsed = {key: _parse(key, self._storage.read(key)) for key in unread}  # all before the first is noted
-        added: dict[str, list[Event]] = {}
-        for session, keys in segments.items():
-            known = self._num_read.get(session, 0)
-            events = [event for key in keys for event in parsed.get(key, ()) if event.seq >= known]
-            has_ended = any(isinstance(event, SessionEnded) for event in events)
-            self._complete.update(keys if has_ended else keys[:-1])
-            if events:
-                events.sort(key=lambda event: event.seq)  # not by time: the clock may be set back
-                added[session], self._num_read[session] = events, events[-1].seq + 1
-        return [event for session in sorted(added, key=_number_of) for event in added[session]]
+        matches = map(_SEGMENT.fullmatch, self._storage.list("ledger"))
+        segments = sorted((_number_of(match["session"]), match[0]) for match in matches if match)
+        unread = [segment for segment in segments if segment >= self._segment]
+        parsed = [event for _, key in unread for event in _parse(key, self._storage.read(key))]
+        session, seq = self._last
+        events = [event for event in parsed if event.session != session or event.seq > seq]
+        self._segment = max([self._segment, *unread])
+        if events:
+            self._last = (events[-1].session, events[-1].seq)
+        return events
 
 
 def _parse(key: str, data: bytes) -> list[Event]:

@@ -111,9 +111,9 @@ class Driver:
     def record(self, *events: Event) -> None:
         for event in events:
             self.ledger.append(event)
-        stored = self.ledger.flush()
+        self.ledger.flush()
         self.start()
-        self.loggers.add(stored)
+        self.loggers.notify()
 
     def start(self) -> None:
         """Starts the loggers, if they are not. The ledger has the start of the session, as in a real driver."""

@@ -16,10 +16,9 @@ import elastic_ddp as ed
 from elastic_ddp.errors import ConfigError, StorageError
 from elastic_ddp.loggers import delivery, run_loggers
 from elastic_ddp.loggers.run_loggers import open_loggers
-from elastic_ddp.storage.storage import Storage
 from elastic_ddp.telemetry.event import Event
 from elastic_ddp.telemetry.events import CommitSucceeded, RunFinished, SessionStarted, StepsCompleted
-from elastic_ddp.telemetry.ledger import read_ledger
+from elastic_ddp.telemetry.ledger import LedgerReader
 from elastic_ddp.telemetry.step_values import StepValues
 from tests.unit.logged_runs import LAST, Keeper, driver, newest_commit, session_events, step_events, until
 
@@ -165,10 +164,7 @@ class Stuck(Keeper):
         super().log(step, values, time)
 
 
-def test_a_slow_logger_does_not_hold_up_the_driver_and_catches_up(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(delivery, "MAX_BACKLOG", 3)
+def test_a_slow_logger_does_not_hold_up_the_driver_and_catches_up(tmp_path: Path) -> None:
     slow, quick = Stuck(), Keeper()
     with driver(tmp_path, "s000001-a", slow, quick) as this:
         this.record(SessionStarted(), *step_events(1), *step_events(2))
@@ -186,12 +182,13 @@ def test_an_event_that_comes_while_the_ledger_is_read_counts_once(
     keeper = Keeper()
     commit = CommitSucceeded(generation=1, step=1, seconds=0.5)
 
-    def read(storage: Storage) -> list[Event]:
-        if keeper.runs:
-            this.record(SessionStarted(), *step_events(1), *step_events(2), commit, *step_events(3))
-        return read_ledger(storage)
+    class Reader(LedgerReader):
+        def read(self) -> list[Event]:
+            if not keeper.runs:
+                this.record(SessionStarted(), *step_events(1), *step_events(2), commit, *step_events(3))
+            return super().read()
 
-    monkeypatch.setattr(delivery, "read_ledger", read)
+    monkeypatch.setattr(delivery, "LedgerReader", Reader)
     with driver(tmp_path, "s000001-a", keeper) as this:
         this.start()
         until(lambda: keeper.steps == [1, 2])
@@ -275,6 +272,34 @@ def test_steps_reach_loggers_only_after_the_ledger_has_them(tmp_path: Path, monk
         failing.clear()
         this.record(*step_events(4))
         until(lambda: keeper.steps == [1, 2, 3])
+
+
+def test_a_ledger_that_cannot_be_read_is_no_failure_of_the_logger(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keeper, failing = Keeper(), threading.Event()
+
+    class Reader(LedgerReader):
+        def read(self) -> list[Event]:
+            if failing.is_set():
+                raise StorageError("no route to host")
+            return super().read()
+
+    monkeypatch.setattr(delivery, "LedgerReader", Reader)
+    events = session_events()
+    with driver(tmp_path, "s000001-a", keeper) as this:
+        for outage, (new, last) in enumerate(((events[:4], 1), (events[4:], LAST)), start=1):
+            failing.set()
+            this.record(*new)
+            until(lambda outage=outage: len(this.notes) == outage)
+            failing.clear()
+            until(lambda last=last: last in keeper.steps)
+        this.loggers.finish("finished")
+    assert keeper.steps == ALL and len(keeper.runs) == 1
+    assert this.notes == 2 * [
+        "logger Keeper0 waits, and training continues: the driver cannot read the ledger, and retries: "
+        "StorageError: no route to host"
+    ]
 
 
 @pytest.mark.parametrize(

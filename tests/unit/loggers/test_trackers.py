@@ -25,9 +25,9 @@ from pathlib import Path
 from elastic_ddp.loggers.wandb import WandbLogger
 from tests.unit import logged_runs
 
-folder, session, first, last = Path(sys.argv[1]), *map(int, sys.argv[2:])
+folder, session, first, last = Path(sys.argv[1]), sys.argv[2], *map(int, sys.argv[3:])
 events = logged_runs.session_events(first)
-with logged_runs.driver(folder, str(session), WandbLogger()) as this:
+with logged_runs.driver(folder, session, WandbLogger()) as this:
     this.record(*(events if last < 0 else events[:last]))
     if last < 0:
         this.loggers.finish("finished")
@@ -50,7 +50,7 @@ def run(*arguments: object, program: str = LOG_AND_DIE, **environment: str) -> s
     )
 
 
-def wandb_steps(folder: Path, run_id: str = "1") -> list[int]:
+def wandb_steps(folder: Path, run_id: str = "s1") -> list[int]:
     """Returns the steps of a W&B run in the files of all offline sessions, in the order of these."""
     from wandb.proto.wandb_internal_pb2 import Record
 
@@ -67,13 +67,13 @@ def wandb_steps(folder: Path, run_id: str = "1") -> list[int]:
 def test_wandb_offline_has_each_step_once_after_a_kill_of_the_driver(tmp_path: Path, number: int) -> None:
     pytest.importorskip("wandb")
     events = session_events()
-    first = run(tmp_path, 1, 0, number, WANDB_MODE="offline")
+    first = run(tmp_path, "s1", 0, number, WANDB_MODE="offline")
     assert first.returncode == -9, first.stderr
-    second = run(tmp_path, 2, newest_commit(events[:number]), -1, WANDB_MODE="offline")
+    second = run(tmp_path, "s2", newest_commit(events[:number]), -1, WANDB_MODE="offline")
     assert second.returncode == 0, second.stderr
-    run_id = "1" if newest_commit(events[:number]) else "2"  # without a commit, the second session begins anew
+    run_id = "s1" if newest_commit(events[:number]) else "s2"  # without a commit, the second session begins anew
     assert wandb_steps(tmp_path, run_id) == ALL
-    again = run(tmp_path, 3, 3, -1, WANDB_MODE="offline")
+    again = run(tmp_path, "s3", 3, -1, WANDB_MODE="offline")
     assert again.returncode == 0, again.stderr
     assert wandb_steps(tmp_path, run_id) == ALL, "a later session finds what the file of the second has"
 
@@ -85,7 +85,7 @@ from elastic_ddp.loggers.wandb import WandbLogger
 from tests.unit import logged_runs
 
 events = logged_runs.session_events()
-with logged_runs.driver(Path(sys.argv[1]), "1", WandbLogger()) as this:
+with logged_runs.driver(Path(sys.argv[1]), "s1", WandbLogger()) as this:
     this.record(*events[:12])
     (delivery,) = this.loggers._deliveries
     logged_runs.until(lambda: (delivery.newest or 0) >= 2)
@@ -140,12 +140,12 @@ def database(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_mlflow_has_each_step_once_after_a_kill_of_the_driver(tmp_path: Path, database: None) -> None:
     folder, events = tmp_path / "run", session_events()
     for session, before in enumerate((events[:20], session_events(3)[:3], session_events(3)[:9])):
-        with driver(folder, str(session), MlflowLogger()) as first:
+        with driver(folder, f"s{session}", MlflowLogger()) as first:
             first.record(*before)
         for thread in threading.enumerate():
             if thread.name.startswith("logger-"):  # a kill would have ended it
                 thread.join(60)
-    with driver(folder, "9", MlflowLogger()) as second:
+    with driver(folder, "s9", MlflowLogger()) as second:
         second.record(*session_events(3))
         second.loggers.finish("finished")
     (note,) = second.notes
