@@ -196,24 +196,18 @@ def _start_up(session: Session) -> tuple[float, float]:
 
 
 def _merged(measurements: list[Point[PhasesMeasured]]) -> list[Point[PhasesMeasured]]:
-    """Returns at most `_MAX_MEASUREMENTS`: neighbors become one, with their mean phases and the slowest rank of all."""
-    width = -(-len(measurements) // _MAX_MEASUREMENTS)
-    if width <= 1:
-        return measurements
+    """Returns at most `_MAX_MEASUREMENTS`: of neighbors the one with the slowest rank, with the mean phases of all."""
+    width = -(-len(measurements) // _MAX_MEASUREMENTS) or 1
     merged = []
     for begin in range(0, len(measurements), width):
-        neighbors = measurements[begin : begin + width]
-        part = [each.event for each in neighbors]
-        names = dict.fromkeys(name for event in part for name in event.phases)
-        worst = max(part, key=lambda event: slowdown(event) or 0.0)
-        merged_event = replace(
-            part[-1],
-            phases={name: statistics.fmean(event.phases.get(name, 0.0) for event in part) for name in names},
-            work_s=worst.work_s,
-            micro_batches=worst.micro_batches,
-            slowest_rank=worst.slowest_rank,
-            memory_bytes=[used for event in part for used in event.memory_bytes or ()],
-            utilization=[share for event in part for share in event.utilization or ()],
+        part = measurements[begin : begin + width]
+        worst = max(part, key=lambda each: slowdown(each.event) or 0.0)
+        names = dict.fromkeys(name for each in part for name in each.event.phases)
+        event = replace(
+            worst.event,
+            phases={name: statistics.fmean(each.event.phases.get(name, 0.0) for each in part) for name in names},
+            memory_bytes=[used for each in part for used in each.event.memory_bytes or ()],
+            utilization=[share for each in part for share in each.event.utilization or ()],
         )
-        merged.append(replace(neighbors[-1], event=merged_event))
+        merged.append(replace(worst, event=event))
     return merged
