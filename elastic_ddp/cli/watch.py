@@ -36,7 +36,6 @@ _POLL_S = 1.0
 _NUM_RECENT, _MAX_CHARACTERS = 8, 100
 """Number of recent events, and characters of each."""
 _DAY_S = 86_400
-_PHASE_STYLES = ("yellow", "green", "blue", "red", "magenta", "dim")
 
 
 def watch(
@@ -153,10 +152,11 @@ def _phases(summary: Mapping[str, Any], ledger: Sequence[Event], columns: int) -
     bar = Text()
     legend = list[Text]()
     done_s = 0.0
-    for (name, seconds), style in zip(newest.phases.items(), _PHASE_STYLES, strict=False):
+    for name, seconds in newest.phases.items():
+        color = phases.PHASE_COLORS[name]
         done_s += seconds
-        bar.append("█" * (round((columns + 12) * done_s / step_s) - len(bar)), style=style)
-        legend.append(Text.assemble(("█", style), f" {name} {100 * seconds / step_s:.0f} %"))
+        bar.append("█" * (round((columns + 12) * done_s / step_s) - len(bar)), style=color)
+        legend.append(Text.assemble(("█", color), f" {name} {100 * seconds / step_s:.0f} %"))
     rows = facts_table()
     rows.add_row("step", f"{1000 * step_s:,.1f} ms")
     rows.add_row("", bar)

@@ -12,15 +12,8 @@ from elastic_ddp.report import figure
 from elastic_ddp.report.figure import Chart, Panel, Trace
 from elastic_ddp.report.history import History, Point, slowdown, thin, time_unit, value_of
 from elastic_ddp.telemetry.events import PhasesMeasured
+from elastic_ddp.telemetry.phases import PHASE_COLORS
 
-PHASE_COLORS = {
-    "data": "#d55e00",
-    "forward": "#7cc4f0",
-    "backward": "#0b62a4",
-    "communication": "#ecd03f",
-    "optimizer": "#009e73",
-}
-"""Colors that people with color blindness can tell apart. Other phases are gray."""
 _MAX_METRICS = 12
 
 
@@ -78,17 +71,14 @@ def phases(histories: Sequence[History]) -> Chart | None:
 def _areas(history: History, histories: Sequence[History]) -> list[Trace]:
     """The phases of one run, stacked. Each session is an area of its own, so that there is a gap before the next."""
     size, _ = time_unit(histories)
-    names = list(dict.fromkeys(name for each in history.measurements for name in each.event.phases))
     traces = []
     for session in dict.fromkeys(each.session for each in history.measurements):
         measured = [each for each in history.measurements if each.session == session]
-        for name in names:
-            color = PHASE_COLORS.get(name, "#b3b3b3")
-            label = figure.escape(name.replace("_", " "))
+        for name, color in PHASE_COLORS.items():
             traces.append(
                 {
-                    "name": label,
-                    "legendgroup": label,
+                    "name": name,
+                    "legendgroup": name,
                     "showlegend": True,
                     "mode": "lines",
                     "stackgroup": f"{figure.escape(history.label)} {session}",
@@ -97,7 +87,7 @@ def _areas(history: History, histories: Sequence[History]) -> list[Trace]:
                     "x": [each.at / size for each in measured],
                     "y": [1000.0 * each.event.phases.get(name, 0.0) for each in measured],
                     "text": [f"step {each.event.step:,}" for each in measured],
-                    "hovertemplate": f"{label} %{{y:,.1f}} ms, %{{text}}<extra></extra>",
+                    "hovertemplate": f"{name} %{{y:,.1f}} ms, %{{text}}<extra></extra>",
                 }
             )
     return traces

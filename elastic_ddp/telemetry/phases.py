@@ -22,6 +22,15 @@ optimizer: the step of optimizers and schedulers.
 other: code after the last micro-batch or outside of `with step`, evaluations, and waiting for commits.
 """
 STEP_PHASES: tuple[StepPhase, ...] = get_args(StepPhase)
+PHASE_COLORS = {
+    "data": "#d55e00",
+    "forward": "#7cc4f0",
+    "backward": "#0b62a4",
+    "communication": "#ecd03f",
+    "optimizer": "#009e73",
+    "other": "#b3b3b3",
+}
+"""Colors in charts and on the terminal. People with color blindness can tell them apart."""
 MIN_STEPS = 20
 """Steps that a verdict on the newest steps needs."""
 _WINDOW_S = 30.0

@@ -8,11 +8,14 @@ import sys
 import time
 from dataclasses import replace
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, get_args
 
 import pytest
+from rich.console import Console
 
+from elastic_ddp.cli.watch import frame
 from elastic_ddp.errors import ConfigError, StorageError
 from elastic_ddp.formatting import duration
 from elastic_ddp.report import curves
@@ -21,6 +24,7 @@ from elastic_ddp.report.marks import LOOKS, Kind
 from elastic_ddp.report.page import charts, headline, render_page
 from elastic_ddp.telemetry import Ledger
 from elastic_ddp.telemetry.event import Event
+from elastic_ddp.telemetry.phases import PHASE_COLORS, STEP_PHASES
 from tests.unit.cli.test_cli import invoke
 from tests.unit.ledger_events import ledger_event
 from tests.unit.report_runs import Recorder, calm, eventful
@@ -196,6 +200,15 @@ def test_phases_stack_up_to_a_step_and_name_the_slowest_rank() -> None:
     (slowest,) = (trace for trace in phases.figure.data if not trace.stackgroup)
     assert "bound by compute: forward, backward and optimizer take 80 %" in phases.caption
     assert slowest["y"][0] == pytest.approx(1.3) and slowest["text"][0] == "2 at step 20"
+
+
+def test_each_phase_has_one_color_in_the_report_and_on_the_terminal() -> None:
+    assert [*PHASE_COLORS] == [*STEP_PHASES] and len(set(PHASE_COLORS.values())) == len(STEP_PHASES)
+    traces = charts_of("lm")["Phases of a step"].figure.data
+    assert {trace["name"]: trace["fillcolor"] for trace in traces if trace.stackgroup} == PHASE_COLORS
+    segments = Console().render(frame(eventful(), LM.ended))
+    named = {after.text.split()[0]: mark.style for mark, after in pairwise(segments) if mark.text == "█"}
+    assert {name: str(style) for name, style in named.items()} == PHASE_COLORS
 
 
 def test_many_measurements_are_averaged() -> None:
