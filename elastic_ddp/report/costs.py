@@ -13,10 +13,11 @@ from elastic_ddp.formatting import duration, first_line, plural
 from elastic_ddp.report import figure
 from elastic_ddp.report.figure import Chart, Panel, Trace
 from elastic_ddp.report.history import History, time_unit
+from elastic_ddp.report.marks import FAILED_COLOR
 from elastic_ddp.telemetry.goodput import PARTS, stall_parts
 
 _STALL_PARTS = {
-    "detection_s": ("detection", "#d62728"),
+    "detection_s": ("detection", FAILED_COLOR),
     "rendezvous_s": ("rendezvous", "#3b78c2"),
     "hand_over_s": ("hand-over", "#e08214"),
     "first_step_s": ("first step, beyond a usual one", "#8e6bbf"),
@@ -117,7 +118,7 @@ def commits(histories: Sequence[History]) -> Chart | None:
     for index, history in enumerate(histories):
         done = [(each, decimal(each.event.num_bytes or 0)) for each in history.commits]
         failed = [(each, first_line(each.event.error)) for each in history.failed_commits]
-        for saves, symbol, color in ((done, "circle", figure.color_of(index)), (failed, "x", figure.FAILED_COLOR)):
+        for saves, symbol, color in ((done, "circle", figure.color_of(index)), (failed, "x", FAILED_COLOR)):
             traces.append(
                 {
                     **figure.of_run(histories, index, "%{text}<br>%{y:.2f} s"),

@@ -18,7 +18,6 @@ from elastic_ddp.errors import printable
 from elastic_ddp.report.history import History, Point, time_unit
 
 RUN_COLORS = ("#3b78c2", "#e08214", "#2a9d6e", "#a05cc4", "#c2476b", "#7a8a2b", "#1f9bb5", "#9c6b4a")
-FAILED_COLOR = "#d62728"
 _PANEL_PX, _GAP_PX, _FRAME_PX = 140, 30, 100
 """Height of a panel, of the space above it, and of what is around all of them: legend, axis."""
 _BAR_PX = 32

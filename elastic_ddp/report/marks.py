@@ -42,12 +42,13 @@ class Look(NamedTuple):
         return self.words.removeprefix("worker ")
 
 
+FAILED_COLOR = "#d62728"
 LOOKS: dict[Kind, Look] = {
-    "failed": Look("worker failed", "x", "✕", "#d62728"),
-    "hang": Look("hang", "star", "★", "#d62728"),
-    "corruption": Look("corruption", "pentagon", "⬟", "#d62728"),
-    "run failed": Look("run failed", "hexagon", "⬢", "#d62728"),
-    "driver died": Look("driver died", "cross", "✚", "#d62728"),
+    "failed": Look("worker failed", "x", "✕", FAILED_COLOR),
+    "hang": Look("hang", "star", "★", FAILED_COLOR),
+    "corruption": Look("corruption", "pentagon", "⬟", FAILED_COLOR),
+    "run failed": Look("run failed", "hexagon", "⬢", FAILED_COLOR),
+    "driver died": Look("driver died", "cross", "✚", FAILED_COLOR),
     "stopped": Look("stopped", "square", "■", "#7a7a7a"),
     "drained": Look("worker drained", "triangle-down", "▼", "#e08214"),
     "left": Look("worker left (resize)", "triangle-down-open", "▽", "#7a7a7a"),
