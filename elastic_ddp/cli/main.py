@@ -320,13 +320,11 @@ def show(run: RecordedRun, as_json: AsJson = False) -> None:
     """
     ledger = RunLedger(run)
     summary = summarize(ledger.read(), storage=ledger.storage.uri)
-    is_alive = ledger.is_driver_alive()
-    if summary["status"] == "unfinished" and is_alive:
-        summary["status"] = "running"
+    summary["status"] = ledger.live_status(summary["status"])
     if as_json:
         print_json(summary)
     else:
-        print_plain(console(), render(summary, driver_is_dead=is_alive is False))
+        print_plain(console(), render(summary))
 
 
 app.command()(events)

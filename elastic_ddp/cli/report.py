@@ -38,12 +38,8 @@ def report(
     for run in runs:
         ledger = RunLedger(run)
         history = read_history(ledger.read())
-        is_alive = ledger.is_driver_alive()
-        if history.summary["status"] == "unfinished" and is_alive:
-            history.summary["status"] = "running"
-        elif history.summary["status"] == "unfinished" and is_alive is False:
-            history = with_dead_driver(history)
-        histories.append(history)
+        history.summary["status"] = ledger.live_status(history.summary["status"])
+        histories.append(with_dead_driver(history) if history.summary["status"] == "dead" else history)
     names = [history.label for history in histories]
     histories = [
         history if names.count(history.label) == 1 else replace(history, label=run)

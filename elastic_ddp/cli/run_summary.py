@@ -20,20 +20,11 @@ STYLES = {"training": "bold green", "running": "bold green", "finished": "bold g
 """Styles of states; all other states are yellow."""
 
 
-def render(summary: Mapping[str, Any], *, driver_is_dead: bool = False) -> RenderableType:
-    """Returns the facts of a run, a line for each generation, and one for each world size if there were several.
-
-    Args:
-        summary: as `summarize` returns it. The status can also be `running`.
-        driver_is_dead: whether the driver is known to be dead, or has left the run.
-    """
-    status = str(summary["status"])
-    why = ": its driver died" if status == "unfinished" and driver_is_dead else ""
+def render(summary: Mapping[str, Any]) -> RenderableType:
+    """Returns the facts of a run, a line for each generation, and one for each world size if there were several."""
     title = Text(str(summary["name"] or "run"), style="bold")
-    parts: list[RenderableType] = [
-        title,
-        _facts(summary, Text(describe_status(summary) + why, style=STYLES.get(status, "bold yellow"))),
-    ]
+    status = Text(describe_status(summary), style=STYLES.get(summary["status"], "bold yellow"))
+    parts: list[RenderableType] = [title, _facts(summary, status)]
     if summary["generations"]:
         parts += [Text(), Text("generations", style="dim"), _generations(summary)]
     if len(summary["scaling"]) > 1:

@@ -83,6 +83,11 @@ class RunLedger:
         except StorageError:
             return [], False
 
+    def live_status(self, status: str) -> str:
+        """Returns the status of a summary, of an unfinished run `running` or `dead` if that is known."""
+        known = {True: "running", False: "dead", None: status}
+        return known[self.is_driver_alive()] if status == "unfinished" else status
+
     def is_driver_alive(self) -> bool | None:
         """Whether the run has a driver that is alive; None if that is not known, as on another host."""
         driver = find_holder(self.storage)

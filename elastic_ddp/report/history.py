@@ -117,7 +117,7 @@ def with_dead_driver(history: History) -> History:
     size = history.sizes[-2][1] if len(history.sizes) > 1 else 0
     common = {"at": history.seconds, "time": history.ended, "step": history.summary["steps"], "world_size": size}
     died = Mark(kind="driver died", text=DRIVER_DIED, **common)
-    return replace(history, summary={**history.summary, "status": "dead"}, marks=[*history.marks, died])
+    return replace(history, marks=[*history.marks, died])
 
 
 def value_of(point: Point[StepsCompleted] | Point[EvaluationFinished], name: str) -> float | None:

@@ -24,7 +24,6 @@ from elastic_ddp.telemetry.description import describe_status
 _MAX_MARKS, _MANY_MARKS = 200, 30
 """Events in the table; and from how many on it is folded."""
 _MAX_NODES, _MAX_METRICS = 8, 20
-_STATUS = {"unfinished": "running or unfinished", "dead": "driver died"}
 
 
 def render_page(histories: Sequence[History]) -> str:
@@ -109,10 +108,8 @@ def _progress(summary: Mapping[str, Any]) -> str:
     steps = summary["steps"] or 0
     total = summary["total_steps"]
     done = f"{steps:,} of {total:,} steps" if total not in (None, steps) else plural(steps, "step")
-    status = str(summary["status"])
-    words = {"finished": "Finished", "running": "Running, with", "dead": "Unfinished: its driver died after"}
-    words |= {"unfinished": "Running or unfinished, with", "left": "Left its loop after"}
-    return f"{words.get(status, f'{status.capitalize()} after')} {done}"
+    status = "left its loop" if summary["status"] == "left" else describe_status(summary)
+    return f"{status.capitalize()} after {done}"
 
 
 def _on_workers(sizes: list[int]) -> str:
@@ -148,7 +145,7 @@ def _outcome(summary: Mapping[str, Any], metrics: Sequence[str]) -> dict[str, An
     total = summary["total_steps"]
     share = summary["goodput"]["goodput"]
     return {
-        "status": _STATUS.get(summary["status"]) or describe_status(summary),
+        "status": describe_status(summary),
         "steps": f"{steps:,}" + (f" of {total:,}" if total not in (None, steps) else ""),
         "final loss": _number(summary["loss"]["last"]),
         **{name: _number(values.get(name)) for name in metrics},

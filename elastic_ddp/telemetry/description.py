@@ -9,6 +9,9 @@ from elastic_ddp.formatting import duration, first_line, last_line, plural
 from elastic_ddp.telemetry import events
 from elastic_ddp.telemetry.event import EXITED, MEMBERSHIP_CHANGED, PEER_FAILED, STATE_TRANSFERRED, Event
 
+_STATUS = {"unfinished": "running or unfinished", "dead": "unfinished, its driver died"}
+"""Words for a status; others stand for themselves. Commands find out whether a driver is `dead`."""
+
 
 class RunState(NamedTuple):
     """A run's state in words, and whether the run continues by itself."""
@@ -19,8 +22,9 @@ class RunState(NamedTuple):
 
 def describe_status(facts: Mapping[str, Any]) -> str:
     """Returns the status of a run in words. `facts` has its `status`, `steps` and `total_steps`."""
-    if facts["status"] != "left":
-        return str(facts["status"])
+    status = str(facts["status"])
+    if status != "left":
+        return _STATUS.get(status, status)
     return f"left its loop at step {facts['steps'] or 0:,} of {facts['total_steps'] or 0:,}"
 
 
