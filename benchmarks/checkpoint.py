@@ -172,7 +172,7 @@ def print_overhead(results: dict[str, Any]) -> None:
     line("    no saves", f"{statistics.median(results['without']):,.1f}")
     rate = f"{statistics.median(results['with']):,.1f}"
     line("    a save every 20 steps", rate, f"{ratio:.3f}", judged(ratio, at_least=LEAST_SAMPLES))
-    line("    commits, and skipped commits", f"{results['commits']}, {results['left_out']}")
+    line("    commits, and skipped commits", f"{results['commits']}, {results['skipped']}")
 
 
 def print_memory(results: dict[str, Any]) -> None:

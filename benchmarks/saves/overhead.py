@@ -82,5 +82,5 @@ def measure(storage: str, *, rounds: int) -> dict[str, Any]:
         "without": rates[False],
         "with": rates[True],
         "commits": sum(event.event == "commit_succeeded" for event in events),
-        "left_out": sum(event.event == "commit_skipped" for event in events),
+        "skipped": sum(event.event == "commit_skipped" for event in events),
     }

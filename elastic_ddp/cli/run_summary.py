@@ -12,7 +12,7 @@ from rich.text import Text
 
 from elastic_ddp.cli.output import facts_table, table
 from elastic_ddp.formatting import format_rate, plural
-from elastic_ddp.telemetry.description import describe_status
+from elastic_ddp.telemetry.description import describe_status, workers_gone
 from elastic_ddp.telemetry.goodput import PARTS, stall_parts
 from elastic_ddp.telemetry.phases import MIN_STEPS
 
@@ -124,12 +124,6 @@ def _goodput(seconds: Mapping[str, Any]) -> str | None:
 
 def _duration(seconds: float) -> str:
     return f"{seconds:.1f} s" if seconds < 60 else str(timedelta(seconds=round(seconds)))
-
-
-def workers_gone(summary: Mapping[str, Any]) -> str:
-    """Returns how many workers failed and were drained; empty for none."""
-    counts = {"failed": summary["workers_lost"], "drained": summary["workers_drained"]}
-    return ", ".join(f"{count:,} {what}" for what, count in counts.items() if count)
 
 
 def training_rate(summary: Mapping[str, Any]) -> float | None:

@@ -19,14 +19,14 @@ from rich.table import Table
 from rich.text import Text
 
 from elastic_ddp.cli.output import LABEL_WIDTH, console, facts_table, print_plain, ranges
-from elastic_ddp.cli.run_summary import STYLES, describe_bottleneck, format_gib, training_rate, workers_gone
+from elastic_ddp.cli.run_summary import STYLES, describe_bottleneck, format_gib, training_rate
 from elastic_ddp.cli.runs import RecordedRun, RunLedger
 from elastic_ddp.cli.terminal_curves import Timeline, sparkline
 from elastic_ddp.formatting import clock_face, first_line, format_rate, format_time, plural
 from elastic_ddp.report.history import read_history
 from elastic_ddp.report.marks import LOOKS
 from elastic_ddp.telemetry import events, phases
-from elastic_ddp.telemetry.description import describe_event, describe_status, state_of
+from elastic_ddp.telemetry.description import describe_event, describe_status, state_of, workers_gone
 from elastic_ddp.telemetry.event import Event, last_of
 from elastic_ddp.telemetry.progress import MovingRate
 

@@ -19,7 +19,7 @@ from elastic_ddp.report.curves import gpus, metrics, phases
 from elastic_ddp.report.figure import Chart, color_of
 from elastic_ddp.report.history import History
 from elastic_ddp.report.timeline import timeline
-from elastic_ddp.telemetry.description import describe_status
+from elastic_ddp.telemetry.description import describe_status, workers_gone
 
 _MAX_MARKS, _MANY_MARKS = 200, 30
 """Events in the table; and from how many on it is folded."""
@@ -90,11 +90,7 @@ def headline(summary: Mapping[str, Any]) -> str:
     """Returns what happened to a run, in one sentence."""
     sizes = [row["world_size"] for row in summary["generations"]]
     parts = [f"{_progress(summary)} in {duration(summary['wall_seconds'])}{_on_workers(sizes)}"]
-    lost = summary["workers_lost"]
-    drained = summary["workers_drained"]
-    changes = [f"{plural(lost, 'worker')} failed"] if lost else []
-    changes += [f"{drained:,} drained" if lost else f"{plural(drained, 'worker')} drained"] if drained else []
-    parts.append(", ".join(changes) or "no worker failed or drained")
+    parts.append(workers_gone(summary) or "no worker failed or drained")
     resumes = summary["sessions"] - 1
     if resumes > 0:
         parts.append("resumed once" if resumes == 1 else f"resumed {resumes:,} times")

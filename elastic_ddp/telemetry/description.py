@@ -28,6 +28,12 @@ def describe_status(facts: Mapping[str, Any]) -> str:
     return f"left its loop at step {facts['steps'] or 0:,} of {facts['total_steps'] or 0:,}"
 
 
+def workers_gone(summary: Mapping[str, Any]) -> str:
+    """Returns how many workers failed and were drained; empty for none."""
+    counts = {"failed": summary["workers_failed"], "drained": summary["workers_drained"]}
+    return ", ".join(f"{count:,} {what}" for what, count in counts.items() if count)
+
+
 def state_of(ledger: Sequence[Event], *, driver_is_dead: bool = False) -> RunState:
     """Returns the state after these events. `driver_is_dead`: the driver is known to be dead."""
     text = "starting"

@@ -43,10 +43,10 @@ def summarize(events: Iterable[Event], *, name: str | None = None, storage: str 
         goodput (seconds of each part of that time, see `goodput`), sessions and commits (their numbers),
         phases (seconds of each phase of a step, averaged over the run), bottleneck (of the newest steps, see
         `RunHandle.status`, and the number of those steps), memory_bytes (peak of GPU memory of any rank),
-        commit_interval_s (the newest automatic choice), restarts (generations that formed after a failure),
+        commit_interval_s (the newest automatic choice), recoveries (generations that formed after a failure),
         skipped_steps (steps that did not change the weights, see `on_nonfinite`),
         verified_step (steps done in the newest verified state), corruptions (how often ranks computed different bits),
-        workers_lost (workers that failed in a generation), workers_drained (workers that left because their node or
+        workers_failed (workers that failed in a generation), workers_drained (workers that left because their node or
         process was to stop), generations (each with its `stalls` and the number of its session, from 1),
         scaling (throughput at each world size, see `scaling`),
         weights_sha256, samples_sha256, loss (first and last logged value, and the steps done at the last),
@@ -61,8 +61,8 @@ def summarize(events: Iterable[Event], *, name: str | None = None, storage: str 
         "name": started.config.get("name") if name is None and started else name,
         **_outcome(events, sessions),
         "sessions": len(sessions),
-        "restarts": sum(row["reason"] == WORKER_FAILED for row in generations),
-        "workers_lost": len({event.member for event in events if isinstance(event, WorkerFailed)} - {None}),
+        "recoveries": sum(row["reason"] == WORKER_FAILED for row in generations),
+        "workers_failed": len({event.member for event in events if isinstance(event, WorkerFailed)} - {None}),
         "workers_drained": sum(isinstance(event, WorkerLeft) and event.kind == "drain" for event in events),
         "skipped_steps": len({event.step for event in events if isinstance(event, StepSkipped)}),
         "verified_step": max((event.step for event in events if isinstance(event, StepVerified)), default=None),

@@ -60,5 +60,5 @@ def test_the_autoscaler_starts_nodes_for_a_run_and_replaces_failed_ones(
         assert nodes_of("_StatsActor") <= {ray.get_runtime_context().get_node_id()}, "the actor would keep a node alive"
         go.touch()
     summary = result.result().summary
-    assert jobs.same_bits(summary, calm) and summary["workers_lost"] == 3
+    assert jobs.same_bits(summary, calm) and summary["workers_failed"] == 3
     run.check_steps(summary["generations"])

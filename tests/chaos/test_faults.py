@@ -94,7 +94,7 @@ def test_a_sample_of_faults_in_one_run_makes_no_difference(folder: Path, calm: M
 def check_report(history: History, summary: Mapping[str, Any]) -> None:
     """Checks that the report of the run says what happened."""
     marked = {kind: [mark for mark in history.marks if mark.kind == kind] for kind in ("failed", "drained", "joined")}
-    assert summary["workers_lost"] >= max(4, len(marked["failed"])) and len(marked["failed"]) >= 3
+    assert summary["workers_failed"] >= max(4, len(marked["failed"])) and len(marked["failed"]) >= 3
     assert len(marked["drained"]) == 1 and len(marked["joined"]) >= 2
     times = [mark.at for mark in history.marks]
     assert times == sorted(times) and times[-1] <= history.seconds

@@ -134,7 +134,7 @@ def test_newcomers_that_fail_are_replaced_and_do_not_count_as_restarts(
     summary = run.fit().summary
     run.check(summary, calm)
     assert sizes(from_full_size(summary))[:2] == [3, 2]
-    assert summary["workers_lost"] == summary["restarts"] == 1
+    assert summary["workers_failed"] == summary["recoveries"] == 1
     assert all(message in event.error for event in run.events("newcomer_failed"))
 
 

@@ -53,7 +53,7 @@ def test_a_worker_counts_as_failed_after_its_node_was_disconnected(folder: Path)
         hosts.reconnect()
         facts = finish(run, driver)
     assert jobs.same_bits(facts, undisturbed)
-    assert len(run.happened()) == 2 and facts["workers_lost"] == 2
+    assert len(run.happened()) == 2 and facts["workers_failed"] == 2
     assert [generation["world_size"] for generation in facts["generations"]][:3] == [2, 1, 2]
     run.check_steps(facts["generations"])
 

@@ -113,7 +113,7 @@ def test_workers_leave_a_machine_after_its_spot_notice(both: Cluster, calm: Summ
     run.wait_for(1)
     facts = run.finish(calm)
     watch.process.kill()
-    assert world_sizes(facts)[-2:] == [2, 1] and facts["workers_lost"] == 0
+    assert world_sizes(facts)[-2:] == [2, 1] and facts["workers_failed"] == 0
     both.start_ray_by_hand(machine)
 
 
@@ -127,7 +127,7 @@ def test_workers_leave_a_node_that_ray_drains_and_no_run_starts_there(both: Clus
     both.laptop(f"ray exec cluster/onprem.yaml '{drain} --deadline-remaining-seconds {3 * NOTICE_S}'")
     run.wait_for(1)
     facts = run.finish(calm)
-    assert world_sizes(facts)[-2:] == [2, 1] and facts["workers_lost"] == 0
+    assert world_sizes(facts)[-2:] == [2, 1] and facts["workers_failed"] == 0
     beside = both.start("beside-a-draining-node")
     beside.wait_for(1)
     assert machine.pids("/raylet/raylet "), "the node still drains"
@@ -142,7 +142,7 @@ def test_workers_leave_a_machine_that_is_drained_for_the_run(both: Cluster, calm
     both.laptop(f"ray exec cluster/onprem.yaml 'elastic-ddp drain drained {both.workers[1].address}'")
     run.wait_for(1)
     facts = run.finish(calm)
-    assert world_sizes(facts)[-2:] == [2, 1] and facts["workers_lost"] == 0
+    assert world_sizes(facts)[-2:] == [2, 1] and facts["workers_failed"] == 0
 
 
 def test_a_run_survives_a_cut_link_and_uses_the_machine_once_it_is_mended(both: Cluster, calm: Summary) -> None:
@@ -153,7 +153,7 @@ def test_a_run_survives_a_cut_link_and_uses_the_machine_once_it_is_mended(both: 
     both.site.mend(both.workers[1])
     run.wait_for(2)
     facts = run.finish(calm)
-    assert world_sizes(facts)[-3:] == [2, 1, 2] and facts["workers_lost"] == 1
+    assert world_sizes(facts)[-3:] == [2, 1, 2] and facts["workers_failed"] == 1
 
 
 def test_under_systemd_a_mended_machine_returns_and_a_stopped_one_drains(both: Cluster, calm: Summary) -> None:
@@ -167,7 +167,7 @@ def test_under_systemd_a_mended_machine_returns_and_a_stopped_one_drains(both: C
     service.stop()
     run.wait_for(1)
     facts = run.finish(calm)
-    assert world_sizes(facts)[-4:] == [2, 1, 2, 1] and facts["workers_lost"] == 1, "only the cut lost a worker"
+    assert world_sizes(facts)[-4:] == [2, 1, 2, 1] and facts["workers_failed"] == 1, "only the cut lost a worker"
     both.start_ray_by_hand(both.workers[1])
 
 

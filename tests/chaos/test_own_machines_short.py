@@ -31,6 +31,6 @@ def test_a_run_over_ssh_survives_a_power_failure_and_ray_down_leaves_nothing(
         machines.boot(cluster.workers[1])
         run.wait_for(2)
         facts = run.finish(calm)
-        assert world_sizes(facts)[-3:] == [2, 1, 2] and facts["workers_lost"] == 1
+        assert world_sizes(facts)[-3:] == [2, 1, 2] and facts["workers_failed"] == 1
         cluster.down()
         cluster.wait_until_nothing_is_left()

@@ -99,7 +99,7 @@ def test_a_standby_takes_the_place_of_each_killed_worker(folder: Path, calm: Map
         summary = result.result().summary
     run.check_results(summary, calm)
     run.check_steps(summary["generations"])
-    assert summary["restarts"] == 2
+    assert summary["recoveries"] == 2
     assert len(run.events("worker_failed")) == 2 and not run.events("newcomer_failed")
     assert all_end(processes)
 
@@ -120,7 +120,7 @@ def test_a_standby_that_a_signal_ends_is_replaced_and_does_not_count(folder: Pat
         end(run)
         summary = result.result().summary
     run.check_results(summary, calm)
-    assert summary["restarts"] == 0 and len(summary["generations"]) == 1
+    assert summary["recoveries"] == 0 and len(summary["generations"]) == 1
     assert [str(describe_event(event)).partition("(")[2] for event in run.events("newcomer_failed")] == [
         f"pid {standby}) failed: its process exited" for standby in killed
     ]
@@ -175,7 +175,7 @@ def test_a_drained_node_loses_its_standbys(two_nodes: Cluster, folder: Path, cal
         end(run)
         summary = result.result().summary
     run.check_results(summary, calm)
-    assert summary["restarts"] == 0 and not run.events("newcomer_failed")
+    assert summary["recoveries"] == 0 and not run.events("newcomer_failed")
 
 
 def test_standbys_end_with_a_killed_driver(two_nodes: Cluster, folder: Path) -> None:

@@ -92,7 +92,7 @@ def test_a_killed_worker_on_a_shared_gpu_is_replaced_with_the_same_bits(
     fault = jobs.kill_and_replace(tmp_path / "killed", rank=rank, step=13)
     killed = fit(folder, f"killed-{rank}", SHARED, jobs.make_train(fault), workers=2, precision=precision)
     assert jobs.same_bits(killed, calm(precision, 1.0))
-    assert killed["workers_lost"] == 1
+    assert killed["workers_failed"] == 1
     assert [generation["world_size"] for generation in killed["generations"]] == [2, 1, 2]
 
 
@@ -101,7 +101,7 @@ def test_the_replacement_of_the_only_worker_resumes_from_the_newest_commit(
 ) -> None:
     fault = jobs.kill_once(str(tmp_path / "killed"), rank=0, step=23)
     killed = fit(folder, "alone-killed", ALONE, jobs.make_train(fault), precision="fp32")
-    assert killed["workers_lost"] == 1
+    assert killed["workers_failed"] == 1
     assert jobs.same_bits(killed, calm("fp32", 1.0))
 
 
@@ -109,7 +109,7 @@ def test_fsdp_shards_on_a_gpu_are_restored_by_fewer_workers(folder: Path, tmp_pa
     calm = fit(folder, "fsdp-calm", SHARED, workers=2, strategy="fsdp", precision="bf16")
     fault = jobs.kill_once(str(tmp_path / "killed"), rank=1, step=23)
     killed = fit(folder, "fsdp-killed", SHARED, jobs.make_train(fault), workers=2, strategy="fsdp", precision="bf16")
-    assert killed["workers_lost"] == 1
+    assert killed["workers_failed"] == 1
     assert killed["samples_sha256"] == calm["samples_sha256"]
     assert killed["loss"]["last"] == pytest.approx(calm["loss"]["last"], rel=0.05)
 
@@ -141,4 +141,4 @@ def test_a_standby_uses_no_gpu_before_it_takes_the_place_of_a_killed_worker(fold
         until(lambda: pids("members") == [standby], result)
         marker.touch()
         summary = result.result()
-    assert jobs.same_bits(summary, calm("fp32", 1.0)) and summary["restarts"] == 1
+    assert jobs.same_bits(summary, calm("fp32", 1.0)) and summary["recoveries"] == 1

@@ -48,7 +48,7 @@ def test_a_run_grows_when_a_node_joins_and_ends_with_the_same_bits(
     assert [generations[0]["world_size"], generations[-1]["world_size"]] == [1, 3]
     assert {generation["reason"] for generation in generations[1:]} == {"workers joined"}
     assert generations[1]["first_step"] == generations[0]["last_step"] in (26, 27), "the step in flight is finished"
-    assert facts["restarts"] == 0
+    assert facts["recoveries"] == 0
 
 
 @pytest.mark.chaos

@@ -75,7 +75,7 @@ def test_a_worker_of_an_fsdp_run_that_hangs_is_replaced(folder: Path) -> None:
     assert jobs.same_bits(found, calm) and (found["status"], found["steps"]) == (calm["status"], calm["steps"])
     hangs = [e for e in read_ledger(Storage(str(folder / "runs")).at("hangs")) if e.event == "hang_detected"]
     assert [len(event.culprits) for event in hangs] in ([0, 1], [1]), "only the worker that the other one waited for"
-    assert found["workers_lost"] == 1
+    assert found["workers_failed"] == 1
 
 
 @pytest.mark.usefixtures("local_ray")

@@ -285,7 +285,7 @@ def test_a_second_driver_of_a_live_run_is_refused_and_disturbs_nothing(folder: P
         assert first.returncode == 0, errors
     summary = json.loads((folder / "runs" / "two-drivers" / "summary.json").read_text())
     assert summary["weights_sha256"] == calm.weights_sha256
-    assert (summary["sessions"], summary["restarts"]) == (1, 0)
+    assert (summary["sessions"], summary["recoveries"]) == (1, 0)
 
 
 @pytest.mark.chaos

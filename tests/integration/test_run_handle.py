@@ -143,7 +143,7 @@ def test_a_live_run_serves_all_requests(
         facts = finish(folder, run)
     assert jobs.same_bits(facts, undisturbed)
     assert no_step_is_repeated(facts)
-    assert facts["restarts"] == 0
+    assert facts["recoveries"] == 0
     kinds = [event.kind for event in events(folder, "worker_left")]
     assert kinds == ["resize", "drain", "drain"]
     assert not events(folder, "worker_failed")

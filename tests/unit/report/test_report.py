@@ -44,8 +44,7 @@ def charts_of(*labels: str) -> dict[str, Any]:
 
 def test_the_headline_says_what_happened() -> None:
     assert headline(LM.summary) == (
-        "Finished after 480 steps in 2 min 8 s on 2 to 3 workers; 2 workers failed, 1 drained; resumed once; "
-        "goodput 87.1%."
+        "Finished after 480 steps in 2 min 8 s on 2 to 3 workers; 2 failed, 1 drained; resumed once; goodput 87.1%."
     )
     undisturbed = "Finished after 480 steps in 2 min 32 s on 2 workers; no worker failed or drained; goodput 95.2%."
     assert headline(CALM.summary) == undisturbed
@@ -342,7 +341,7 @@ def test_the_command_writes_a_page(tmp_path: Path) -> None:
     runs = [write_run(tmp_path / name, eventful()) for name in ("a", "b")]
     page = tmp_path / "report.html"
     assert f"written to {page}" in invoke("report", *runs, "-o", str(page)).output
-    assert "2 workers failed, 1 drained; resumed once" in page.read_text()
+    assert "2 failed, 1 drained; resumed once" in page.read_text()
     assert "<h2><span class" in page.read_text() and runs[1] in page.read_text(), "named by their folders"
 
 

@@ -73,8 +73,8 @@ def test_a_run_over_two_sessions_is_one_summary() -> None:
     assert summary == {
         "name": "mnist", "status": "finished", "error": None, "steps": 40, "epochs": 1, "samples": 400,
         "total_steps": None, "workers_drained": 0,
-        "wall_seconds": 15.0, "samples_per_second": 26.667, "sessions": 2, "restarts": 1, "commits": 3,
-        "workers_lost": 1, "commit_interval_s": None, "skipped_steps": 0, "verified_step": None,
+        "wall_seconds": 15.0, "samples_per_second": 26.667, "sessions": 2, "recoveries": 1, "commits": 3,
+        "workers_failed": 1, "commit_interval_s": None, "skipped_steps": 0, "verified_step": None,
         "corruptions": 0,
         "weights_sha256": "aa", "samples_sha256": "bb", "loss": {"first": 2.5, "last": 1.0, "step": 30},
         "metrics": {"accuracy": 0.9, "final": 3.0}, "evaluated_at": {}, "scaling": [],
@@ -144,7 +144,7 @@ def test_the_summary_has_goodput_and_the_stall_of_each_generation() -> None:
         "waiting": 0.0, "start_up": 1.0, "shut_down": 1.125, "total": 11.0, "goodput": 0.6136,
     }  # fmt: skip
     assert summary["goodput"]["total"] == summary["wall_seconds"]
-    assert (summary["workers_drained"], summary["restarts"]) == (2, 0)
+    assert (summary["workers_drained"], summary["recoveries"]) == (2, 0)
     assert [[row[name] for name in STALLS] for row in summary["generations"]] == [
         [None, 0.25, 0.5, 0.2],
         [0.0, 1.125, 0.25, None],
