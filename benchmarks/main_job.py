@@ -30,7 +30,7 @@ def main() -> None:
         subprocess.run([sys.executable, str(SCRIPT)], cwd=folder, env=environment, check=True)
         seconds = time.monotonic() - started_at
         ledger = read_ledger(Storage(str(Path(folder, "runs", "gpt"))))
-    first, *_, last = [event.loss for event in ledger if event.event == "evaluation_finished"]
+    first, *_, last = [event.value for event in ledger if event.event == "evaluation_finished"]
     table = Table(title="python examples/train.py", box=None)
     for column in ("", "measured", "target"):
         table.add_column(column, justify="right" if column else "left")

@@ -124,7 +124,7 @@ def value_of(point: Point[StepsCompleted] | Point[EvaluationFinished], name: str
     """Returns the `loss` of a step or a metric; None if the point has no finite value of this name."""
     event = point.event
     if isinstance(event, EvaluationFinished):
-        return finite(event.loss) if event.name == name else None
+        return finite(event.value) if event.name == name else None
     return finite(event.loss if name == "loss" else (event.metrics or {}).get(name))
 
 

@@ -98,7 +98,7 @@ def describe_event(event: Event, session: int | None = None) -> str | None:
             scale = "" if event.loss_scale is None else f"; the loss scale is now {float(event.loss_scale):g}"
             return f"[step {event.step}] update skipped: {event.reason}{scale}"
         case events.EvaluationFinished():
-            return f"[step {event.step}] {event.name} {float(event.loss):.4f}"
+            return f"[step {event.step}] {event.name} {float(event.value):.4f}"
         case events.HyperparametersDiffer():
             return _describe_hyperparameters(event)
         case events.WeightsLoaded():

@@ -199,8 +199,8 @@ class EvaluationFinished(AgreedEvent):
     """Steps done in the evaluated state."""
     name: str
     """Name of the metric."""
-    loss: float
-    """Its value."""
+    value: float
+    """Value of the metric."""
 
 
 class CommitStarted(GenerationEvent):

@@ -108,7 +108,7 @@ class StepValues:
                 self._add(event, values)
             case EvaluationFinished() if event.step > self._evaluated.get(event.name, -1):
                 self._evaluated[event.name] = event.step
-                self._add(event, {event.name: event.loss}, may_be_late=True)
+                self._add(event, {event.name: event.value}, may_be_late=True)
             case PhasesMeasured() if event.step > self._measured:
                 self._measured = event.step
                 self._add_late(dict(_phase_values(event)))

@@ -127,7 +127,7 @@ def _measurements(events: list[Event]) -> dict[str, Any]:
                 evaluated_at = {}
                 losses = []
             case EvaluationFinished():
-                metrics[event.name] = event.loss
+                metrics[event.name] = event.value
                 evaluated_at[event.name] = event.step
             case StepsCompleted() | RunFinished():
                 metrics |= event.metrics or {}

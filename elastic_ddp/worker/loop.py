@@ -300,7 +300,7 @@ class Loop:
         named = {f"{prefix}_{key}": each for key, each in value.items()} if isinstance(value, dict) else {name: value}
         self.checkpointer.metrics.update(steps_done, named)
         for metric, each in named.items():
-            finished = EvaluationFinished(generation=generation.number, step=steps_done, name=metric, loss=each)
+            finished = EvaluationFinished(generation=generation.number, step=steps_done, name=metric, value=each)
             membership.agreed_events.record(finished, is_rank_0=self.rank == 0)
         return value
 

@@ -117,7 +117,7 @@ def test_a_run_with_two_lost_workers_and_a_killed_driver_logs_each_step_once(fol
     assert len({event.member for event in events if event.event == "worker_failed"} - {None}) == 2
     assert any(later <= earlier for earlier, later in pairwise(repeated)), "the second session repeated steps"
     losses = {event.step: event.loss for event in events if event.event == "steps_completed"}
-    evaluations = {event.step: event.loss for event in events if event.event == "evaluation_finished"}
+    evaluations = {event.step: event.value for event in events if event.event == "evaluation_finished"}
     assert set(losses) == set(range(1, jobs.STEPS + 1)), "also the step before which rank 0 was killed"
     assert sorted(evaluations) == list(range(EVALUATE_EVERY, jobs.STEPS, EVALUATE_EVERY))
     user = of_user(JsonLines(folder / "logged.jsonl"))

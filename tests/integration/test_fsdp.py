@@ -27,7 +27,7 @@ def fit(folder: Path, name: str, fault: Callable[..., None] | None = None, **cha
     train = jobs.make_train(fault, str(held_out))
     result = ed.ElasticTrainer(train, str(folder / "data"), config, transform=jobs.jitter).fit()
     [evaluated] = [e for e in read_ledger(Storage(storage).at(name)) if e.event == "evaluation_finished"][-1:]
-    return {**result.summary, "validation": evaluated.loss}
+    return {**result.summary, "validation": evaluated.value}
 
 
 @pytest.mark.chaos

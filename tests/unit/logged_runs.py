@@ -49,7 +49,7 @@ def step_events(step: int) -> Iterator[Event]:
     yield PhasesMeasured(generation=1, step=step, num_steps=1, phases={"forward": 0.5}, work_s=[0.1, 0.2])
     if step % 2 == 0:
         yield EvaluationStarted(generation=1, name="accuracy")
-        yield EvaluationFinished(generation=1, step=step, name="accuracy", loss=step / 10)
+        yield EvaluationFinished(generation=1, step=step, name="accuracy", value=step / 10)
 
 
 def session_events(first_step: int = 0) -> list[Event]:

@@ -69,7 +69,7 @@ class Recorder:
                 self._measure(size)
             if self._step % 40 == 0:
                 self.record("commit_succeeded", step=self._step, seconds=0.13, num_bytes=3 << 20, **generation)
-                self.record("evaluation_finished", step=self._step, name="validation_loss", loss=2.2 + 40 / self._step)
+                self.record("evaluation_finished", step=self._step, name="validation_loss", value=2.2 + 40 / self._step)
 
     def _measure(self, size: int) -> None:
         step_s = STEP_S[size]

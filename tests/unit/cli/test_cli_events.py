@@ -221,7 +221,7 @@ def test_watch_shows_values_that_are_not_finite_and_the_end_of_epochs(
 ) -> None:
     write(ledger, "session_started", config={"name": "lm", "epochs": 3}, total_steps=90)
     train(ledger, clock, workers=2, steps=range(30), seconds=2.0)
-    write(ledger, "evaluation_finished", generation=1, name="validation_loss", loss=math.nan)
+    write(ledger, "evaluation_finished", generation=1, name="validation_loss", value=math.nan)
     write(ledger, "step_skipped", generation=1, step=30, reason="a loss is NaN", loss_scale=math.inf)
     text = shown(read_ledger(Storage(tmp_path)), clock.now)
     assert "validation_loss nan" in text and "scale is now inf" in text

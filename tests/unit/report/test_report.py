@@ -248,7 +248,7 @@ def test_a_metric_with_one_value_is_in_the_table_only() -> None:
     run.start()
     run.form("ab", "start")
     run.train(36)
-    run.record("evaluation_finished", step=36, name="test_loss", loss=2.125)
+    run.record("evaluation_finished", step=36, name="test_loss", value=2.125)
     history = read_history(run.events)
     chart = curves.metrics([history])
     assert chart is not None
@@ -304,7 +304,7 @@ def evil_run() -> list[Event]:
     run.lose("a", EVIL)
     run.form("b", EVIL)
     run.train(80)
-    run.record("evaluation_finished", step=80, name=EVIL, loss=1.0)
+    run.record("evaluation_finished", step=80, name=EVIL, value=1.0)
     measured = {"phases": {EVIL: 0.1}, "work_s": [0.1], "micro_batches": [2]}
     run.record("phases_measured", generation=2, step=80, num_steps=1, **measured)
     run.record("commit_failed", generation=2, step=80, seconds=1.0, error=EVIL)

@@ -29,7 +29,7 @@ def loss(step: int, value: float = 0.5) -> Event:
 
 
 def accuracy(step: int, value: float) -> Event:
-    return EvaluationFinished(generation=1, step=step, name="accuracy", loss=value)
+    return EvaluationFinished(generation=1, step=step, name="accuracy", value=value)
 
 
 END = RunFinished(status="finished")

@@ -95,7 +95,7 @@ def test_a_run_over_two_sessions_is_one_summary() -> None:
 
 
 def test_loss_and_metrics_are_those_since_the_run_started_from_step_0() -> None:
-    evaluated = ("evaluation_finished", {"generation": 1, "step": 30, "name": "accuracy", "loss": 0.9})
+    evaluated = ("evaluation_finished", {"generation": 1, "step": 30, "name": "accuracy", "value": 0.9})
     first = session("s1", 100.0, STARTED, generation(1, 2, 0, "start"), steps(30, 2.5, norm=3.0), evaluated)
     again = session("s2", 200.0, STARTED, generation(1, 2, 0, "start"), steps(10, 7.5))
     summary = summarize(first + again)
@@ -288,14 +288,14 @@ def test_a_late_report_belongs_to_its_own_generation() -> None:
 
 
 def test_older_values_are_shown_with_their_step() -> None:
-    evaluation = {"name": "validation_loss", "loss": 5.5}
+    evaluation = {"name": "validation_loss", "value": 5.5}
     events = session(
         "s1",
         0.0,
         generation(1, 2, 0, "start"),
         steps(3, 1.0),
         ("evaluation_finished", {**evaluation, "step": 2}),
-        ("evaluation_finished", {"name": "test_loss", "loss": 4.0, "step": 3}),
+        ("evaluation_finished", {"name": "test_loss", "value": 4.0, "step": 3}),
     )
     summary = summarize(events)
     assert summary["metrics"] == {"validation_loss": 5.5, "test_loss": 4.0}

@@ -54,7 +54,7 @@ def test_what_all_ranks_know_is_recorded_once_although_rank_0_dies(tmp_path: Pat
             (step, 1 if step <= KILLED_AFTER else 2) for step in range(1, STEPS + 1)
         ]
         evaluations: list[Any] = workers.rendezvous.events("evaluation_finished")
-        assert [(event.step, event.loss) for event in evaluations] == [(5, 10), (10, 20), (15, 30), (20, 40)]
+        assert [(event.step, event.value) for event in evaluations] == [(5, 10), (10, 20), (15, 30), (20, 40)]
         assert [event.generation for event in workers.rendezvous.events("first_step")] == [1, 2]
         measured: list[Any] = workers.rendezvous.events("phases_measured")
         unmeasured = (1, 2, KILLED_AFTER, KILLED_AFTER + 1, KILLED_AFTER + 2, STEPS)

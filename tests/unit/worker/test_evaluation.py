@@ -175,6 +175,6 @@ def test_metrics_of_a_dict_are_recorded_under_names_with_a_prefix(
     run = new_run(steps=1)
     take_steps(run)
     assert run.evaluate(lambda *_: torch.zeros(()), "held-out", name=name) == values
-    events = {event["name"]: event["loss"] for event in client_of(run).events_of("evaluation_finished")}
+    events = {event["name"]: event["value"] for event in client_of(run).events_of("evaluation_finished")}
     assert events == {f"{prefix}_loss": 0.5, f"{prefix}_accuracy": 0.75}
     assert checkpointer_of(run).metrics.to_record()["metrics"].keys() >= events.keys()
