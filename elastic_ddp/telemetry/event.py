@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, TypeVar, dataclass_transform
 
@@ -64,19 +63,6 @@ class Event:
 _COMMON = frozenset(attribute.name for attribute in fields(Event))
 
 
-class UnknownEvent(Event):
-    """An event of another version: it has no class here, or lacks a field that its class needs."""
-
-    event: str  # type: ignore[misc]
-    """Name of the event."""
-    content: Mapping[str, Any] = field(default_factory=dict)
-    """The fields of this event, without the fields of `Event`."""
-
-    def to_json(self) -> dict[str, Any]:
-        at = {} if self.at is None else {"at": self.at}
-        return {"event": self.event, **at, **self.content}
-
-
 class GenerationEvent(Event):
     """An event that belongs to one generation."""
 
@@ -98,16 +84,11 @@ def last_of(events: Sequence[Event], kind: type[E]) -> E | None:
 
 
 def parse(entry: Mapping[str, Any]) -> Event:
-    """Returns the event of a JSON object.
+    """Returns the event of a JSON object. Fields that its class does not have are dropped.
 
-    An event without a class, or without a field that its class needs, becomes an `UnknownEvent`. Fields that its class
-    does not have are dropped.
+    Raises:
+        KeyError: there is no event of this name.
+        TypeError: a field is missing that the class needs.
     """
-    values = {name: value for name, value in entry.items() if name != "event"}
-    with suppress(KeyError, TypeError):
-        kind = EVENTS[entry["event"]]
-        return kind(
-            **{attribute.name: values[attribute.name] for attribute in fields(kind) if attribute.name in values}
-        )
-    common = {name: values.pop(name) for name in _COMMON & values.keys()}
-    return UnknownEvent(event=entry["event"], content=values, **common)
+    kind = EVENTS[entry["event"]]
+    return kind(**{attribute.name: entry[attribute.name] for attribute in fields(kind) if attribute.name in entry})

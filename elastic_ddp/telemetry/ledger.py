@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from typing import Any
 
-from elastic_ddp.errors import StorageError
+from elastic_ddp.errors import StorageError, format_exception
 from elastic_ddp.storage.storage import Storage
 from elastic_ddp.telemetry.event import Event, parse
 
@@ -105,7 +105,7 @@ def newest_number(storage: Storage) -> int:
 def read_ledger(storage: Storage) -> list[Event]:
     """Returns the events of all sessions, in the order of the sessions' numbers and then of `Event.seq`.
 
-    A line that is not valid JSON is skipped, with a warning unless it is the last of its segment, which may be torn.
+    A line that is no event is skipped, with a warning unless it is the last of its segment, which may be torn.
     """
     return LedgerReader(storage).read()
 
@@ -146,9 +146,9 @@ def _parse(key: str, data: bytes) -> list[Event]:
             continue
         try:
             events.append(parse(json.loads(line)))
-        except (KeyError, ValueError) as error:
+        except (KeyError, TypeError, ValueError) as error:
             if number < len(lines):
-                _log.warning("line %d of %s is skipped: %s", number, key, error)
+                _log.warning("line %d of %s is skipped: %s", number, key, format_exception(error))
     return events
 
 

@@ -2,12 +2,11 @@ from __future__ import annotations
 
 import json
 from dataclasses import fields
-from typing import Any
 
 import pytest
 
 from elastic_ddp.telemetry.description import describe_event, state_of
-from elastic_ddp.telemetry.event import EVENTS, MEMBERSHIP_CHANGED, UnknownEvent, parse
+from elastic_ddp.telemetry.event import EVENTS, MEMBERSHIP_CHANGED, parse
 from elastic_ddp.telemetry.events import CommitSucceeded
 from tests.unit.ledger_events import ledger_event
 
@@ -32,13 +31,6 @@ def test_an_event_happened_before_the_driver_recorded_it() -> None:
 def test_a_field_of_a_newer_version_is_dropped() -> None:
     entry = {"event": "commit_succeeded", "generation": 1, "step": 5, "seconds": 0.5, "time": 2.0, "new": 1}
     assert parse(entry) == CommitSucceeded(generation=1, step=5, seconds=0.5, time=2.0)
-
-
-@pytest.mark.parametrize("content", [{"event": "from_the_future", "x": 1}, {"event": "commit_succeeded", "step": 5}])
-def test_an_event_that_does_not_match_a_class_keeps_its_fields(content: dict[str, Any]) -> None:
-    event = parse({**content, "session": "s1"})
-    assert isinstance(event, UnknownEvent) and event.session == "s1"
-    assert event.to_json() == content
 
 
 def test_every_event_is_documented() -> None:
