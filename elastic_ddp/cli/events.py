@@ -26,7 +26,7 @@ def events(
     follow: Annotated[bool, typer.Option("--follow", help="Print new events as well, until the driver ends.")] = False,
     last: Annotated[
         int | None,
-        typer.Option(metavar="N", min=1, help="Print the last N events only; with --follow, also those that follow."),
+        typer.Option(metavar="N", min=1, help="Print the last N events only. --follow also prints new events."),
     ] = None,
     as_json: Annotated[bool, json_option("Print one JSON object in each line.")] = False,
 ) -> None:

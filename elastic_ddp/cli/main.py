@@ -28,7 +28,7 @@ from elastic_ddp.cli.events import events
 from elastic_ddp.cli.output import AsJson, console, print_json, print_plain, table
 from elastic_ddp.cli.profile import profile
 from elastic_ddp.cli.report import report
-from elastic_ddp.cli.run_summary import columns_of_ranks, describe_step, render
+from elastic_ddp.cli.run_summary import columns_of_ranks, describe_step, format_number, render
 from elastic_ddp.cli.runs import LiveRun, RecordedRun, RunLedger, get_run
 from elastic_ddp.cli.stacks import stacks
 from elastic_ddp.cli.submit import dead_drivers, logs, status_of, stop_submitted, submit
@@ -158,17 +158,15 @@ def status(
 
 
 def _describe_run(facts: Mapping[str, Any]) -> RenderableType:
-    def number(name: str) -> str:
-        value = facts[name]
-        return "-" if value is None else f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
-
+    names = ("step", "total_steps", "last_commit", "loss", "steps_per_s", "generation")
+    number = {name: format_number(facts[name]) or "-" for name in names}
     standbys = len(facts["standbys"])
     return Text.assemble(
         (facts["name"], "bold"),
         f"  {facts['state']}\n",
-        f"  step {number('step')} of {number('total_steps')}, last commit {number('last_commit')}\n",
-        f"  loss {number('loss')}, {number('steps_per_s')} steps/s\n",
-        f"  {plural(facts['world_size'] or 0, 'worker')}, generation {number('generation')}",
+        f"  step {number['step']} of {number['total_steps']}, last commit {number['last_commit']}\n",
+        f"  loss {number['loss']}, {number['steps_per_s']} steps/s\n",
+        f"  {plural(facts['world_size'] or 0, 'worker')}, generation {number['generation']}",
         f", {plural(standbys, 'standby')}" if standbys else "",
         *(f"\n  {line}" for line in describe_step(facts)),
         f"\n  {facts['waiting_for']}" if facts["waiting_for"] else "",

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from elastic_ddp.cli.output import facts_table, table
 from elastic_ddp.formatting import format_rate, plural
-from elastic_ddp.telemetry.description import describe_status, workers_gone
+from elastic_ddp.telemetry.description import describe_status, describe_steps, workers_gone
 from elastic_ddp.telemetry.goodput import PARTS, stall_parts
 from elastic_ddp.telemetry.phases import MIN_STEPS
 
@@ -37,26 +37,24 @@ def render(summary: Mapping[str, Any]) -> RenderableType:
 def _facts(summary: Mapping[str, Any], status: Text) -> Table:
     facts = facts_table()
     facts.add_row("status", status)
-    total = summary["total_steps"]
     interval_s = summary["commit_interval_s"]
     bottleneck = summary["bottleneck"]
     loss = summary["loss"]
     newest = f"last {bottleneck['num_steps']:,} steps" if bottleneck else ""
     rows = {
         "error": summary["error"],
-        "steps": _number(summary["steps"])
-        + (f" of {total:,}" if total not in (None, summary["steps"]) else "")
-        + (f", {summary['skipped_steps']:,} skipped" if summary.get("skipped_steps") else ""),
+        "steps": describe_steps(summary)
+        + (f", {summary['skipped_steps']:,} skipped" if summary["skipped_steps"] else ""),
         "corruption": _corruption(summary),
-        "epochs": _number(summary["epochs"]),
-        "samples": _number(summary["samples"]) + _rates(summary),
+        "epochs": format_number(summary["epochs"]),
+        "samples": format_number(summary["samples"]) + _rates(summary),
         "time": timedelta(seconds=round(summary["wall_seconds"])),
         "goodput": _goodput(summary["goodput"]),
-        "loss": f"{_number(loss['first'])} → {_number(loss['last'])}{_at_step(loss['step'], summary)}"
+        "loss": f"{format_number(loss['first'])} → {format_number(loss['last'])}{_at_step(loss['step'], summary)}"
         if loss["first"] is not None
         else "",
         "metrics": "  ".join(
-            f"{name} {_number(value)}{_at_step(summary['evaluated_at'].get(name), summary)}"
+            f"{name} {format_number(value)}{_at_step(summary['evaluated_at'].get(name), summary)}"
             for name, value in summary["metrics"].items()
         ),
         "whole run": f"step {describe_phases(summary['phases'])}" if summary["phases"] else "",
@@ -64,7 +62,7 @@ def _facts(summary: Mapping[str, Any], status: Text) -> Table:
         "GPU memory": "" if summary["memory_bytes"] is None else f"{format_gib(summary['memory_bytes'])} peak",
         "workers": workers_gone(summary),
         "sessions": summary["sessions"],
-        "commits": _number(summary["commits"]) + (f", one every {interval_s:,.1f} s" if interval_s is not None else ""),
+        "commits": f"{summary['commits']:,}" + (f", one every {interval_s:,.1f} s" if interval_s is not None else ""),
         "weights hash": summary["weights_sha256"],
         "samples hash": summary["samples_sha256"],
         "storage": summary["storage"],
@@ -78,8 +76,8 @@ def _facts(summary: Mapping[str, Any], status: Text) -> Table:
 
 def _corruption(summary: Mapping[str, Any]) -> str:
     """Returns what verified steps found; nothing without one."""
-    count = summary.get("corruptions")
-    step = summary.get("verified_step")
+    count = summary["corruptions"]
+    step = summary["verified_step"]
     if count:
         return f"found {plural(count, 'time')}; `elastic-ddp events` has the ranks"
     return "" if step is None else f"none up to step {step:,}, the newest verified state"
@@ -97,8 +95,8 @@ def _generations(summary: Mapping[str, Any]) -> Table:
         rows.add_row(
             f"{session}{generation['generation']}",
             str(generation["world_size"]),
-            _number(generation["first_step"]),
-            _number(generation["last_step"]),
+            format_number(generation["first_step"]),
+            format_number(generation["last_step"]),
             "" if generation["rendezvous_s"] is None else f"{stall_s:.2f} s",
             Text(str(generation["reason"])),
             Text(ended_by or ("" if is_live else "not recorded")),
@@ -147,10 +145,13 @@ def _at_step(step: int | None, summary: Mapping[str, Any]) -> str:
     return "" if step in (None, summary["steps"]) else f" (step {step:,})"
 
 
-def _number(value: Any) -> str:
+def format_number(value: Any) -> str:
+    """Returns a number as tables show it; other values as text, and None as no text."""
     if isinstance(value, int):
         return f"{value:,}"
-    return "" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    return "" if value is None else str(value)
 
 
 def describe_step(facts: Mapping[str, Any]) -> list[str]:

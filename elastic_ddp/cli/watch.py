@@ -26,7 +26,7 @@ from elastic_ddp.formatting import clock_face, first_line, format_rate, format_t
 from elastic_ddp.report.history import read_history
 from elastic_ddp.report.marks import LOOKS
 from elastic_ddp.telemetry import events, phases
-from elastic_ddp.telemetry.description import describe_event, describe_status, state_of, workers_gone
+from elastic_ddp.telemetry.description import describe_event, describe_outcome, state_of, workers_gone
 from elastic_ddp.telemetry.event import Event, last_of
 from elastic_ddp.telemetry.progress import MovingRate
 
@@ -231,9 +231,8 @@ def _describe(event: Event, sessions: Sequence[str]) -> str | None:
         case events.SessionStarted(resumed_from_step=step):
             return f"session {number} resumes from step {step}"
         case events.RunFinished():
-            where = "" if event.steps is None or event.status == "left" else f" at step {event.steps}"
             error = first_line(event.error or "")
-            return f"{describe_status(vars(event))}{where}{f': {error}' if error else ''}"
+            return describe_outcome(vars(event)) + (f": {error}" if error else "")
     return describe_event(event, number if len(sessions) > 1 else None)
 
 

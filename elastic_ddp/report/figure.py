@@ -19,7 +19,7 @@ from elastic_ddp.report.history import History, Point, time_unit
 
 RUN_COLORS = ("#3b78c2", "#e08214", "#2a9d6e", "#a05cc4", "#c2476b", "#7a8a2b", "#1f9bb5", "#9c6b4a")
 _PANEL_PX, _GAP_PX, _FRAME_PX = 140, 30, 100
-"""Height of a panel, of the space above it, and of what is around all of them: legend, axis."""
+"""Heights of a panel, of the space between two panels, and of the legend and the axis together."""
 _BAR_PX = 32
 _GRID = "rgba(128,128,128,0.25)"
 _AXIS = {"gridcolor": _GRID, "zerolinecolor": _GRID, "linecolor": _GRID, "tickcolor": _GRID, "ticks": "outside"}

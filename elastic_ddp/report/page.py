@@ -19,7 +19,7 @@ from elastic_ddp.report.curves import gpus, metrics, phases
 from elastic_ddp.report.figure import Chart, color_of
 from elastic_ddp.report.history import History
 from elastic_ddp.report.timeline import timeline
-from elastic_ddp.telemetry.description import describe_status, workers_gone
+from elastic_ddp.telemetry.description import describe_outcome, describe_status, describe_steps, workers_gone
 
 _MAX_MARKS, _MANY_MARKS = 200, 30
 """Events in the table; and from how many on it is folded."""
@@ -89,7 +89,8 @@ def _header(histories: Sequence[History]) -> str:
 def headline(summary: Mapping[str, Any]) -> str:
     """Returns what happened to a run, in one sentence."""
     sizes = [row["world_size"] for row in summary["generations"]]
-    parts = [f"{_progress(summary)} in {duration(summary['wall_seconds'])}{_on_workers(sizes)}"]
+    outcome = describe_outcome(summary).capitalize()
+    parts = [f"{outcome} after {duration(summary['wall_seconds'])}{_on_workers(sizes)}"]
     parts.append(workers_gone(summary) or "no worker failed or drained")
     resumes = summary["sessions"] - 1
     if resumes > 0:
@@ -98,14 +99,6 @@ def headline(summary: Mapping[str, Any]) -> str:
     if share is not None:
         parts.append(f"goodput {share:.1%}")
     return f"{'; '.join(parts)}."
-
-
-def _progress(summary: Mapping[str, Any]) -> str:
-    steps = summary["steps"] or 0
-    total = summary["total_steps"]
-    done = f"{steps:,} of {total:,} steps" if total not in (None, steps) else plural(steps, "step")
-    status = "left its loop" if summary["status"] == "left" else describe_status(summary)
-    return f"{status.capitalize()} after {done}"
 
 
 def _on_workers(sizes: list[int]) -> str:
@@ -137,12 +130,10 @@ def _summary(histories: Sequence[History]) -> str:
 def _outcome(summary: Mapping[str, Any], metrics: Sequence[str]) -> dict[str, Any]:
     """The rows of the summary for one run."""
     values = summary["metrics"] or {}
-    steps = summary["steps"] or 0
-    total = summary["total_steps"]
     share = summary["goodput"]["goodput"]
     return {
         "status": describe_status(summary),
-        "steps": f"{steps:,}" + (f" of {total:,}" if total not in (None, steps) else ""),
+        "steps": describe_steps(summary),
         "final loss": _number(summary["loss"]["last"]),
         **{name: _number(values.get(name)) for name in metrics},
         "samples/s": _number(summary["samples_per_second"]),

@@ -25,7 +25,22 @@ def describe_status(facts: Mapping[str, Any]) -> str:
     status = str(facts["status"])
     if status != "left":
         return _STATUS.get(status, status)
-    return f"left its loop at step {facts['steps'] or 0:,} of {facts['total_steps'] or 0:,}"
+    return f"left its loop at step {describe_steps(facts)}"
+
+
+def describe_steps(facts: Mapping[str, Any]) -> str:
+    """Returns the steps that are done, and the total if it is another: "345 of 480"."""
+    steps = facts["steps"] or 0
+    total = facts["total_steps"]
+    return f"{steps:,}" if total in (None, steps) else f"{steps:,} of {total:,}"
+
+
+def describe_outcome(facts: Mapping[str, Any]) -> str:
+    """Returns the status in words, with the step if it is known: "stopped at step 345 of 480"."""
+    status = describe_status(facts)
+    if facts["status"] == "left" or facts["steps"] is None:
+        return status
+    return f"{status} at step {describe_steps(facts)}"
 
 
 def workers_gone(summary: Mapping[str, Any]) -> str:
@@ -134,11 +149,9 @@ def describe_event(event: Event, session: int | None = None) -> str | None:
 
 
 def _describe_hyperparameters(event: events.HyperparametersDiffer) -> str:
-    used = (
-        "the values in the code are used from here on"
-        if event.used == "code"
-        else 'the saved values are used; checkpoint.hyperparameters = "code" uses those in the code'
-    )
+    used = "the values in the code are used from here on"
+    if event.used == "saved":
+        used = 'the saved values are used; to use the values in the code, set checkpoint.hyperparameters = "code"'
     lines = [f"  {each['name']}: {_short(each['saved'])} -> {_short(each['now'])}" for each in event.changes]
     return "\n".join([f"[step {event.step}] hyperparameters differ between the commit and the code; {used}:", *lines])
 

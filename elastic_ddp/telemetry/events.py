@@ -272,7 +272,7 @@ class HyperparametersDiffer(Event):
     """Steps done in the restored state."""
     changes: list[dict[str, Any]]
     """For each its `name`, such as `AdamW.weight_decay`, the value `saved` in the commit, and the value `now`."""
-    used: str = "code"
+    used: str
     """Which of the two the run uses: `saved` or `code`, as `checkpoint.hyperparameters` sets it."""
 
 
@@ -302,7 +302,7 @@ class StepVerified(AgreedEvent):
     """In a verified step, all ranks computed the same bits. Rank 0 reports it."""
 
     step: int
-    """Steps done in the state that all ranks hold alike: those before it, with FSDP those after it."""
+    """Steps done in the verified state, which is the one before the step; with FSDP, the one after it."""
     micro_batches: int
     """Number of micro-batches that were computed again; 0 with FSDP, which compares shards with their mirrors."""
     request: int | None = None

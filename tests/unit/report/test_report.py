@@ -44,14 +44,14 @@ def charts_of(*labels: str) -> dict[str, Any]:
 
 def test_the_headline_says_what_happened() -> None:
     assert headline(LM.summary) == (
-        "Finished after 480 steps in 2 min 8 s on 2 to 3 workers; 2 failed, 1 drained; resumed once; goodput 87.1%."
+        "Finished at step 480 after 2 min 8 s on 2 to 3 workers; 2 failed, 1 drained; resumed once; goodput 87.1%."
     )
-    undisturbed = "Finished after 480 steps in 2 min 32 s on 2 workers; no worker failed or drained; goodput 95.2%."
+    undisturbed = "Finished at step 480 after 2 min 32 s on 2 workers; no worker failed or drained; goodput 95.2%."
     assert headline(CALM.summary) == undisturbed
     stopped = read_history([event for event in eventful() if event.session == "s1"]).summary
-    assert headline(stopped).startswith("Stopped after 345 of 480 steps in 1 min 33 s")
-    assert headline(stopped | {"status": "running", "total_steps": None}).startswith("Running after 345 steps")
-    nothing = "Running or unfinished after 0 steps in 0 s; no worker failed or drained."
+    assert headline(stopped).startswith("Stopped at step 345 of 480 after 1 min 33 s")
+    assert headline(stopped | {"status": "running", "total_steps": None}).startswith("Running at step 345 after ")
+    nothing = "Running or unfinished after 0 s; no worker failed or drained."
     assert headline(read_history([]).summary) == nothing
 
 

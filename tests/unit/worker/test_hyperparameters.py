@@ -195,7 +195,7 @@ def test_saved_hyperparameters_are_kept_and_each_difference_is_listed_in_each_se
         [event] = client_of(run).events_of("hyperparameters_differ")
         assert describe_event(parse(event)) == (
             "[step 6] hyperparameters differ between the commit and the code; the saved values are used; "
-            'checkpoint.hyperparameters = "code" uses those in the code:'
+            'to use the values in the code, set checkpoint.hyperparameters = "code":'
             "\n  AdamW.weight_decay: 0.01 -> 0.1\n  AdamW.lr: 0.1 -> 0.3\n  StepLR.step_size: 2 -> 3"
         )
 

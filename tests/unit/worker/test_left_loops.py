@@ -59,7 +59,7 @@ def test_the_report_says_at_which_step_a_run_left_its_loop() -> None:
     run.train(120)
     run.finish("left", 480)
     history = read_history(run.events)
-    assert headline(history.summary).startswith("Left its loop after 120 of 480 steps")
+    assert headline(history.summary).startswith("Left its loop at step 120 of 480 after")
     [mark] = history.marks
     assert (mark.kind, mark.step, mark.text) == ("stopped", 120, "the run left its loop at step 120 of 480")
     assert goodput(read_sessions(run.events))["waiting"] == 0.0, "no rank waits at the end of the run"
