@@ -125,7 +125,7 @@ class Rendezvous:
             about={"name": run_name, "total_steps": total_steps},
         )
         self._heartbeats = HeartbeatServer(
-            options.heartbeat_timeout_s, self._on_failure, self._coordinator.membership.has_joined
+            options.heartbeat_timeout_s, self.mark_failed, self._coordinator.membership.has_joined
         )
         self._ticker: asyncio.Task[None] | None = None
         self._cleaned = 0
@@ -191,7 +191,7 @@ class Rendezvous:
     exclude = _method_of(Coordinator.exclude)
     retire = _method_of(Coordinator.retire)
     end = _method_of(Coordinator.end)
-    _on_failure = _method_of(Coordinator.mark_failed)
+    mark_failed = _method_of(Coordinator.mark_failed)
 
     # The controller and the driver.
 

@@ -131,7 +131,7 @@ def test_a_rendezvous_ends_a_run_without_progress(play: Play, monkeypatch: pytes
         await rendezvous.heartbeat_address()
         await started(rendezvous, size=1)
         for name in "bcd":
-            await rendezvous._on_failure("a0" if name == "b" else f"{chr(ord(name) - 1)}0", FAILED)
+            await rendezvous.mark_failed("a0" if name == "b" else f"{chr(ord(name) - 1)}0", FAILED)
             await join(rendezvous, member(name, 0, 1))
         while (news := await rendezvous.wait_for_update(0)).outcome is None:
             await asyncio.sleep(0.01)
@@ -176,7 +176,7 @@ async def failed_starts(rendezvous: Rendezvous, names: str) -> None:
     """Workers start one after the other, and die."""
     for name in names:
         await rendezvous.heartbeat_address(member(name, 1))
-        await rendezvous._on_failure(f"{name}1", CRASH)
+        await rendezvous.mark_failed(f"{name}1", CRASH)
 
 
 def test_failed_starts_end_a_run_whose_survivors_wait_once_they_have_committed(
@@ -188,7 +188,7 @@ def test_failed_starts_end_a_run_whose_survivors_wait_once_they_have_committed(
         await started(rendezvous)
         await failed_starts(rendezvous, "bcdef")  # while both train
         await report(rendezvous, [ledger_event("first_step", generation=1, seconds=0.1, at=0.0)], {"step": 8})
-        await rendezvous._on_failure("a1", CRASH)
+        await rendezvous.mark_failed("a1", CRASH)
         waits = asyncio.create_task(join(rendezvous, member("a", 0), 1, 7, failure=BROKEN))
         await until_blocked(waits)
         await failed_starts(rendezvous, "gh")

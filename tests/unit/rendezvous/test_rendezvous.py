@@ -228,11 +228,11 @@ def test_a_failure_before_any_worker_trains_ends_the_run(play: Play, long_polls:
 def test_a_killed_newcomer_is_listed_as_one(play: Play, long_polls: None) -> None:
     async def scenario(rendezvous: Rendezvous) -> None:
         await started(rendezvous)
-        await rendezvous._on_failure("a2", "its process exited")
+        await rendezvous.mark_failed("a2", "its process exited")
         directives = await rendezvous.supervise(["a0", "a1", "a2", "a3"], 0, {})
         assert directives is not None and directives.failed == {"a2": "its process exited"}
         assert directives.newcomers == ["a2", "a3"], "the controller lists a worker before it joins"
-        await rendezvous._on_failure("a1", "its process exited")
+        await rendezvous.mark_failed("a1", "its process exited")
         directives = await rendezvous.supervise(["a0", "a1", "a2", "a3"], 0, {})
         assert directives is not None and "a1" not in directives.newcomers
 

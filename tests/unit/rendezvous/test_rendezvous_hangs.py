@@ -136,7 +136,7 @@ def test_waiting_for_workers_is_no_hang(play: Play) -> None:
     async def scenario(rendezvous: Rendezvous) -> None:
         await rendezvous.heartbeat_address()
         await started(rendezvous)
-        await rendezvous._on_failure("a1", "its process exited")
+        await rendezvous.mark_failed("a1", "its process exited")
         await rendezvous.poll_signals(member("a", 0), 1, None, at_place(8, "rendezvous"))
         waited, clock = 0.0, asyncio.get_running_loop().time
         begun = clock()

@@ -147,7 +147,7 @@ def test_progress_and_accounts_of_a_failed_member_do_not_count(play: Play, long_
     async def scenario(rendezvous: Rendezvous) -> None:
         await started(rendezvous)
         await report(rendezvous, [ledger_event("one")], {"step": 7}, "a1", 1)
-        await rendezvous._on_failure("a0", "no heartbeat for 5 s")
+        await rendezvous.mark_failed("a0", "no heartbeat for 5 s")
         await report(rendezvous, [ended], {"step": 3}, "a0", 1)
         assert (await rendezvous.status())["step"] == 7
         assert [event.account for event in await events_of(rendezvous, "generation_ended")] == [None]
@@ -168,7 +168,7 @@ def test_stale_training_events_of_a_failed_member_are_ignored(play: Play, long_p
 
     async def scenario(rendezvous: Rendezvous) -> None:
         await started(rendezvous)
-        await rendezvous._on_failure("a0", "no heartbeat for 5 s")
+        await rendezvous.mark_failed("a0", "no heartbeat for 5 s")
         await join(rendezvous, member("a", 1), 1, 7, True, BROKEN)
         await report(rendezvous, reports, {"step": 4}, "a0", 1)
         await report(rendezvous, reports, None, "a0", 1)

@@ -99,7 +99,7 @@ def test_a_failed_run_fulfills_no_commit_request(play: Play, status: str, answer
         request = await rendezvous.checkpoint()
         await rendezvous.end(member("a", 0), None, {"status": status, "error": "4 saves in a row failed"})
         for failed in ("a0", "a1", "a2"):
-            await rendezvous._on_failure(failed, "its process exited")
+            await rendezvous.mark_failed(failed, "its process exited")
         assert await rendezvous.committed(request) == answer
 
     play(scenario)
@@ -150,7 +150,7 @@ def test_failed_saves_are_counted_over_all_ranks(play: Play, tmp_path: Path, lon
         await report(rendezvous, saves, None, "a0", 1)
         await report(rendezvous, [failed_save(4)], None, "a0", 4)
         await report(rendezvous, [failed_save(4)], None, "a0", 4)  # a repeated call
-        await rendezvous._on_failure("a0", "killed")
+        await rendezvous.mark_failed("a0", "killed")
         await report(rendezvous, [failed_save(5)], None, "a0", 5)  # the run continues without it
         await report(rendezvous, [failed_save(5), failed_save(6, counts=False)], None, "a1", 1)
         assert (await rendezvous.wait_for_update(0)).outcome is None
@@ -194,7 +194,7 @@ def test_a_commit_is_made_with_too_few_workers_to_train(play: Play, long_polls: 
     async def scenario(rendezvous: Rendezvous) -> None:
         await started(rendezvous)
         assert (await rendezvous.status())["last_commit"] == 3, "the commit that the run resumed from"
-        await rendezvous._on_failure("a1", "its process exited")
+        await rendezvous.mark_failed("a1", "its process exited")
         waits = asyncio.create_task(join(rendezvous, member("a", 0), 1, 5))
         await until_blocked(waits)
         request = await rendezvous.checkpoint()
@@ -240,7 +240,7 @@ def test_a_profile_is_refused_until_all_ranks_of_the_one_before_have_answered(pl
         await rendezvous.answer(member("a", 0), first, {"trace": "b"})
         second = await rendezvous.request_profile([1], 2, False)
         assert second == first + 1
-        await rendezvous._on_failure("a1", "its process exited")
+        await rendezvous.mark_failed("a1", "its process exited")
         assert (await rendezvous.answers(second) or [])[0]["answer"] == {"error": "its process exited"}
 
     play(scenario)

@@ -43,7 +43,7 @@ def test_a_standby_prepares_for_the_last_place_until_it_gets_one(play: Play) -> 
         await started(rendezvous)
         await first_step(rendezvous, 1)
         assert await rendezvous.plan_join(STANDBY) == PlannedAssignment(rank=1, world_size=2, step=7)
-        await rendezvous._on_failure("a1", "killed")
+        await rendezvous.mark_failed("a1", "killed")
         await joined(rendezvous, member("a", 0), after=1, step=7)
         await stand_by(rendezvous)
         assert await rendezvous.plan_join(STANDBY) == PlannedAssignment(rank=1, world_size=2, step=7)
@@ -63,7 +63,7 @@ def test_standbys_start_when_all_workers_have_completed_a_step_of_their_generati
         assert not await is_steady(rendezvous, "a0", "a1")
         await first_step(rendezvous, 1)
         assert await is_steady(rendezvous, "a0", "a1")
-        await rendezvous._on_failure("a1", "killed")
+        await rendezvous.mark_failed("a1", "killed")
         assert not await is_steady(rendezvous, "a0")
         await joined(rendezvous, member("a", 0), after=1, step=7)
         await first_step(rendezvous, 2)
@@ -80,7 +80,7 @@ def test_the_failure_of_a_standby_is_recorded_as_such_unless_its_node_drains(pla
         await stand_by(rendezvous)
         if is_drained:
             await rendezvous.supervise(["a0", "a1"], 0, {"id1": 30.0})
-        await rendezvous._on_failure("s1", "killed")
+        await rendezvous.mark_failed("s1", "killed")
         recorded = await events_of(rendezvous, "newcomer_failed")
         described = ["a standby on 10.0.0.1 (pid 101) failed: killed"]
         assert [describe_event(event) for event in recorded] == ([] if is_drained else described)
@@ -96,7 +96,7 @@ def test_the_failure_of_a_standby_is_no_failed_attempt_of_a_run_that_has_lost_it
         for worker in ("a0", "a1", "s1"):
             if worker == "s1":
                 await stand_by(rendezvous)
-            await rendezvous._on_failure(worker, "killed")
+            await rendezvous.mark_failed(worker, "killed")
         assert {attempt.member for attempt in rendezvous._coordinator.state.attempts.failed} == {"a0", "a1"}
 
     play(scenario, OPTIONS)
