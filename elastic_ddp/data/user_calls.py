@@ -18,7 +18,7 @@ from pathlib import Path
 
 from elastic_ddp.data.columns import Int64Array
 from elastic_ddp.errors import shorten
-from elastic_ddp.rendezvous.standby import has_ended, process_state
+from elastic_ddp.rendezvous.standby_process import has_ended, process_state
 from elastic_ddp.signals import FATAL_SIGNALS
 from elastic_ddp.storage.temporary_folder import TemporaryFolder
 

@@ -18,7 +18,7 @@ from elastic_ddp.ray_internals.this_job import COPIES
 from elastic_ddp.storage.client_errors import suggest_fix
 from elastic_ddp.storage.storage import Storage
 
-ANSWERS_WITHIN_S = 120.0
+CHECKS_WITHIN_S = 120.0
 """How long a node may take to start a process that checks its access: loading torch from a new cloud disk is slow."""
 INSTALLS_WITHIN_S = 600.0
 """The limit if Ray may have to install packages first."""
@@ -60,7 +60,7 @@ def check_nodes(
             "absolute path of a folder that all nodes share."
         )
     may_install = bool(set(ray.get_runtime_context().runtime_env) - {"env_vars"})
-    timeout_s = INSTALLS_WITHIN_S if may_install else ANSWERS_WITHIN_S
+    timeout_s = INSTALLS_WITHIN_S if may_install else CHECKS_WITHIN_S
     problems, late = probe_nodes(others, storage, session, files, timeout_s=timeout_s, note=note)
     for kind in (ConfigError, DataError):
         found = {node: str(problem) for node, problem in problems.items() if isinstance(problem, kind)}

@@ -13,7 +13,7 @@ import ray.train
 import torch
 
 from elastic_ddp.data.user_code import ship
-from elastic_ddp.rendezvous import standby
+from elastic_ddp.rendezvous import standby_process
 from elastic_ddp.rendezvous.actor import RendezvousHandle
 from elastic_ddp.rendezvous.members import Member
 from elastic_ddp.worker.job import Job, WorkerContext
@@ -44,7 +44,7 @@ def _run_worker(job: Job, rendezvous: RendezvousHandle) -> None:
     train_context = ray.train.get_context()
     runtime = ray.get_runtime_context()
     node_id = runtime.get_node_id()
-    is_standby = not standby.has_place()
+    is_standby = not standby_process.has_place()
     member = Member(
         id=str(runtime.get_actor_id()),
         rank_in_group=0 if is_standby else train_context.get_world_rank(),

@@ -40,7 +40,7 @@ from elastic_ddp.ray_internals.ray_messages import mark_messages
 from elastic_ddp.ray_internals.scaling_policy import NODE_ID
 from elastic_ddp.ray_internals.standbys import Standbys, StartingWorker
 from elastic_ddp.ray_internals.worker_states import death_cause
-from elastic_ddp.rendezvous import standby
+from elastic_ddp.rendezvous import standby_process
 from elastic_ddp.telemetry.event import EXITED
 
 if TYPE_CHECKING:
@@ -99,11 +99,11 @@ class ElasticWorker(RayTrainWorker):
         mark_messages()
         signals.listen_for_sigterm()
         if is_standby:
-            standby.stand_by(gpus)
+            standby_process.stand_by(gpus)
 
     def take_place(self, gpus: Sequence[int | str], predecessor: int) -> bool:
-        """Ends the wait of a standby; see `standby.take_place`."""
-        return standby.take_place(gpus, predecessor)
+        """Ends the wait of a standby; see `standby_process.take_place`."""
+        return standby_process.take_place(gpus, predecessor)
 
 
 def device_of_worker() -> torch.device:

@@ -55,8 +55,8 @@ _OF_GENERATION = re.compile(r"(generation|saves)(\d+)/")
 
 OLD_ACTOR_TIMEOUT_S = 120.0
 """How long Ray may take to end the rendezvous of a driver that has exited."""
-ANSWERS_WITHIN_S = 5.0
-"""Timeout for calls of an actor that may be dead."""
+STATUS_TIMEOUT_S = 5.0
+"""How long the rendezvous of another driver may take to return its status. Its process may be dead."""
 
 RendezvousHandle = Any
 """Handle of the actor. Ray's own type loses the return types of methods."""
@@ -301,6 +301,6 @@ def _driver_of(run_name: str) -> dict[str, Any] | None:
     """Returns where the driver of a run's existing rendezvous runs; None if the rendezvous does not answer."""
     try:
         rendezvous: Any = ray.get_actor(RENDEZVOUS_PREFIX + run_name, namespace=NAMESPACE)
-        return dict(ray.get(rendezvous.status.remote(), timeout=ANSWERS_WITHIN_S)["driver"])
+        return dict(ray.get(rendezvous.status.remote(), timeout=STATUS_TIMEOUT_S)["driver"])
     except (ValueError, ray.exceptions.RayError):
         return None

@@ -364,17 +364,17 @@ class Coordinator:
 
     def _end_hang(self, now_s: float) -> None:
         places = self._hangs.places()
-        verdict = self._hangs.decide(is_broken=self.membership.failure is not None)
-        facts: Any = {"places": places, "culprits": [*verdict.culprits], "seconds": self._hangs.timeout_s}
+        consequence = self._hangs.decide(is_broken=self.membership.failure is not None)
+        facts: Any = {"places": places, "culprits": [*consequence.culprits], "seconds": self._hangs.timeout_s}
         self.record(events.HangDetected(generation=self.membership.generation, **facts))
         self._hangs.begin(places, now_s)  # the other members get another timeout
-        for member, how in verdict.culprits.items():
+        for member, how in consequence.culprits.items():
             self.mark_failed(member, how, is_hang=True)
-        if verdict.failure is not None:
-            self.membership.failure = verdict.failure
-            self._record_failure(verdict.failure)
-        if verdict.end is not None:
-            self._fail(verdict.end)
+        if consequence.failure is not None:
+            self.membership.failure = consequence.failure
+            self._record_failure(consequence.failure)
+        if consequence.end is not None:
+            self._fail(consequence.end)
         self.form()
 
     # Requests of users, nodes and members.

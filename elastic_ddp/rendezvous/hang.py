@@ -189,7 +189,7 @@ class Activity:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Consequence:
     """The consequence of a hang. One field is set."""
 
     culprits: Mapping[str, str] = field(default_factory=dict)
@@ -235,7 +235,7 @@ class HangDetector:
         reports = {rank: self._last[member][0] for rank, member in enumerate(members) if member in self._last}
         return {rank: report for rank, report in reports.items() if report.is_idle}
 
-    def decide(self, *, is_broken: bool) -> Verdict:
+    def decide(self, *, is_broken: bool) -> Consequence:
         """Returns what to do about a hang. Members of a broken generation should have come to the rendezvous."""
         places = self.places()
         duration = f"for {self.timeout_s:g} s (hang_timeout_s)"
@@ -247,7 +247,7 @@ class HangDetector:
                 user_code = self._last[member][0].where
                 at = f", at {user_code}," if user_code else ""
                 culprits[member] = f"hung in '{places[member]}'{at} {duration} while others waited for it"
-            return Verdict(culprits)
+            return Consequence(culprits)
         where = ", ".join(sorted(set(places.values())))
         user_places = [
             f"rank {rank} at {report.where}" for rank, (report, _) in enumerate(self._last.values()) if report.where
@@ -258,20 +258,20 @@ class HangDetector:
         some_may_wait = len(places) > 1 and any(place in MAY_BE_WAITING for place in places.values())
         none_came_after_abort = is_broken and "rendezvous" not in places.values()
         if (all_wait or some_may_wait) and not none_came_after_abort:
-            return Verdict(
+            return Consequence(
                 failure=f"no progress on any worker {duration}, in '{where}', and no single worker is responsible. "
                 f"{code}`elastic-ddp stacks <storage>/<name>` shows where. Raise hang_timeout_s if a step may take "
                 "longer."
             )
         if not all_wait and all(place in (*WAITING, STORING) for place in places.values()):
-            return Verdict(
+            return Consequence(
                 end=StorageError(
                     f"no save made progress {duration}: the storage does not respond. "
                     "`elastic-ddp stacks <storage>/<name>` shows where. Repair the storage and run the same command "
                     "again."
                 )
             )
-        return Verdict(
+        return Consequence(
             end=TrainFunctionError(
                 f"all workers were in '{where}' without progress {duration}. {code}`elastic-ddp stacks "
                 "<storage>/<name>` shows where. Raise hang_timeout_s if that may take longer."

@@ -31,7 +31,7 @@ from elastic_ddp.errors import (
     format_exception,
     text_of,
 )
-from elastic_ddp.rendezvous import standby
+from elastic_ddp.rendezvous import standby_process
 from elastic_ddp.rendezvous.actor import RendezvousHandle
 from elastic_ddp.rendezvous.client import RendezvousClient, RunStopped
 from elastic_ddp.rendezvous.hang import STANDBY
@@ -97,7 +97,7 @@ def work(job: Job, rendezvous: RendezvousHandle, context: WorkerContext) -> None
         _set_up_process(job.config, context)
         client = RendezvousClient(rendezvous, context.member, job.config.heartbeat_timeout_s)
         client.heartbeat.report_crashes()
-        standby.show_wait(lambda: client.activity.within(STANDBY))
+        standby_process.show_wait(lambda: client.activity.within(STANDBY))
         signals.on_sigterm(lambda: _leave(client, job.config.drain_deadline_s))
         loop = Loop(job, client, context.device)
         client.heartbeat.report_exits(lambda: f"called by rank {loop.rank} at step {loop.state.position.step}")
@@ -111,7 +111,7 @@ def work(job: Job, rendezvous: RendezvousHandle, context: WorkerContext) -> None
 
 def _leave(client: RendezvousClient, within_s: float) -> None:
     """Leaves the run after SIGTERM. A standby exits."""
-    if not standby.has_place():
+    if not standby_process.has_place():
         signals.end_process()
     client.leave("SIGTERM", within_s)
 

@@ -15,7 +15,7 @@ from elastic_ddp.distributed.fsdp_units import device_of_shards
 from elastic_ddp.distributed.process_group import is_peer_failure
 from elastic_ddp.distributed.torch_store import StoreConnection
 from elastic_ddp.errors import WorkersFailedError, format_exception
-from elastic_ddp.rendezvous import standby
+from elastic_ddp.rendezvous import standby_process
 from elastic_ddp.rendezvous.coordinator import PREPARE_S
 from elastic_ddp.rendezvous.hang import STORING
 from elastic_ddp.rendezvous.members import JoinRequest
@@ -205,10 +205,10 @@ class WorkerMembership:
 
     def _stand_by(self) -> None:
         """Waits while this worker is a standby. Then reads the first rows of its place, while the others train."""
-        if standby.has_place():
+        if standby_process.has_place():
             return
         self._feeds.shut_down()  # it would have to skip all rows until then, and its tasks may hold CPUs
-        standby.wait_for_place()
+        standby_process.wait_for_place()
         planned = self._client.plan_join()
         if planned is not None:
             self._read_ahead(planned)
@@ -310,7 +310,7 @@ class WorkerMembership:
         """Starts to read the rows of a planned place. Returns whether the first rows of the feed are read."""
         if planned.step >= self._job.total_steps:
             return True
-        if self._inputs.device.type == "cuda" and not standby.has_place():
+        if self._inputs.device.type == "cuda" and not standby_process.has_place():
             return False  # its rows would be on the GPU of another worker
         micro_batches = micro_batches_of(self._job.config, planned.rank, planned.world_size)
         return self._feeds.prepare(micro_batches, planned.step)

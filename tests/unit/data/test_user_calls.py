@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from elastic_ddp.data.user_calls import CallRecords, describe_rows, record_calls, recorded
-from elastic_ddp.rendezvous.standby import process_state
+from elastic_ddp.rendezvous.standby_process import process_state
 from tests.ranks import PROCESSES
 
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from elastic_ddp.distributed import nccl, process_group
 from elastic_ddp.distributed.process_group import ProcessGroup, is_peer_failure
 from elastic_ddp.distributed.state_transfer import begin_transfer
-from elastic_ddp.rendezvous.standby import process_state
+from elastic_ddp.rendezvous.standby_process import process_state
 from tests.ranks import abort_when, form, run_ranks, set_key, single_rank_group
 
 CPU = torch.device("cpu")

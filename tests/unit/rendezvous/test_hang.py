@@ -39,9 +39,9 @@ def at(detector: HangDetector, **places: Place) -> HangDetector:
 
 
 def test_a_culprit_fails_and_the_run_continues() -> None:
-    verdict = at(detector_of("a", "b"), a="reduction", b="data").decide(is_broken=False)
-    assert [*verdict.culprits] == ["b"] and verdict.failure is verdict.end is None
-    assert verdict.culprits["b"] == "hung in 'data' for 10 s (hang_timeout_s) while others waited for it"
+    consequence = at(detector_of("a", "b"), a="reduction", b="data").decide(is_broken=False)
+    assert [*consequence.culprits] == ["b"] and consequence.failure is consequence.end is None
+    assert consequence.culprits["b"] == "hung in 'data' for 10 s (hang_timeout_s) while others waited for it"
     detector = at(detector_of("a", "b"), a="reduction")
     detector.update("b", ActivityReport(5, "data", is_idle=True, where="train.py:9 in load"), 0.0)
     assert detector.decide(is_broken=False).culprits["b"].startswith("hung in 'data', at train.py:9 in load, for 10 s")
@@ -49,8 +49,8 @@ def test_a_culprit_fails_and_the_run_continues() -> None:
 
 def test_a_generation_that_may_wait_is_aborted_to_find_the_culprits() -> None:
     detector = at(detector_of("a", "b"), a="forward", b="data")
-    verdict = detector.decide(is_broken=False)
-    assert not verdict.culprits and verdict.end is None and "in 'data, forward'" in (verdict.failure or "")
+    consequence = detector.decide(is_broken=False)
+    assert not consequence.culprits and consequence.end is None and "in 'data, forward'" in (consequence.failure or "")
     assert [*at(detector, a="rendezvous").decide(is_broken=True).culprits] == ["b"]
 
 
@@ -63,15 +63,15 @@ def test_after_an_abort_members_outside_the_rendezvous_are_culprits() -> None:
 def test_the_run_ends_if_no_member_comes_after_an_abort() -> None:
     for place in get_args(Place):
         detector = at(detector_of("a", "b"), a="reduction", b=place)
-        verdict = detector.decide(is_broken=True)
-        assert (verdict.end is None) == (place == "rendezvous"), place
-        assert isinstance(verdict.end, StorageError) == (place == "commit"), place
+        consequence = detector.decide(is_broken=True)
+        assert (consequence.end is None) == (place == "rendezvous"), place
+        assert isinstance(consequence.end, StorageError) == (place == "commit"), place
 
 
 def test_a_hang_that_no_member_waits_for_ends_the_run() -> None:
-    verdict = at(detector_of("a", "b"), a="data", b="data").decide(is_broken=False)
-    assert isinstance(verdict.end, TrainFunctionError) and not verdict.culprits and verdict.failure is None
-    assert "'data'" in str(verdict.end) and "10 s (hang_timeout_s)" in str(verdict.end)
+    consequence = at(detector_of("a", "b"), a="data", b="data").decide(is_broken=False)
+    assert isinstance(consequence.end, TrainFunctionError) and not consequence.culprits and consequence.failure is None
+    assert "'data'" in str(consequence.end) and "10 s (hang_timeout_s)" in str(consequence.end)
     detector = detector_of("a", "b")
     for member in "ab":
         detector.update(member, ActivityReport(5, "data", is_idle=True, where=f"{member}.py:1 in train"), 0.0)
@@ -81,8 +81,8 @@ def test_a_hang_that_no_member_waits_for_ends_the_run() -> None:
 
 
 def test_members_at_the_rendezvous_keep_waiting() -> None:
-    verdict = at(detector_of("a", "b"), a="rendezvous", b="rendezvous").decide(is_broken=True)
-    assert verdict.end is None and not verdict.culprits
+    consequence = at(detector_of("a", "b"), a="rendezvous", b="rendezvous").decide(is_broken=True)
+    assert consequence.end is None and not consequence.culprits
 
 
 def test_an_activity_returns_to_the_previous_place() -> None:

@@ -13,7 +13,7 @@ import torch
 from elastic_ddp.data.order import FeedPlan
 from elastic_ddp.distributed.process_group import ProcessGroup
 from elastic_ddp.errors import WorkersFailedError
-from elastic_ddp.rendezvous import standby
+from elastic_ddp.rendezvous import standby_process
 from elastic_ddp.rendezvous.messages import PlannedAssignment
 from elastic_ddp.seeding import seed_all
 from elastic_ddp.worker.run import Run
@@ -110,8 +110,8 @@ def test_a_standby_warms_up_waits_for_a_place_and_reads_its_first_rows_before_it
         happened.append(len(client.joins))
         client.planned_join = PlannedAssignment(0, 1, 0)
 
-    monkeypatch.setattr(standby, "has_place", lambda: False)
-    monkeypatch.setattr(standby, "wait_for_place", wait_for_place)
+    monkeypatch.setattr(standby_process, "has_place", lambda: False)
+    monkeypatch.setattr(standby_process, "wait_for_place", wait_for_place)
     monkeypatch.setattr(
         FakeFeed, "wait", lambda feed: happened.append((feed.micro_batches, feed.next_step, len(client.joins)))
     )
@@ -126,9 +126,9 @@ def test_a_standby_reads_nothing_onto_a_gpu(new_run: NewRun, monkeypatch: pytest
     client.planned_join = PlannedAssignment(1, 2, 0)
     prepared(run)
     set_device(run, torch.device("cuda:0"))
-    monkeypatch.setattr(standby, "has_place", lambda: False)
+    monkeypatch.setattr(standby_process, "has_place", lambda: False)
     assert warm_up(run) is None, "there are no rows for a step"
-    monkeypatch.setattr(standby, "has_place", lambda: True)
+    monkeypatch.setattr(standby_process, "has_place", lambda: True)
     assert warm_up(run) is not None
 
 

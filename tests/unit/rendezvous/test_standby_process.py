@@ -13,7 +13,7 @@ from unittest import mock
 import pytest
 import torch
 
-from elastic_ddp.rendezvous import standby
+from elastic_ddp.rendezvous import standby_process
 
 
 @pytest.fixture(autouse=True)
@@ -22,8 +22,8 @@ def process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.setenv("PYTORCH_NVML_BASED_CUDA_CHECK", "0")
     yield
-    standby._has_place.set()
-    standby._predecessor = None
+    standby_process._has_place.set()
+    standby_process._predecessor = None
 
 
 @pytest.fixture
@@ -48,27 +48,27 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_only_a_standby_waits_for_a_place() -> None:
-    standby.wait_for_place()
-    standby.stand_by()
-    assert not standby.has_place()
-    waiting = threading.Thread(target=standby.wait_for_place, daemon=True)
+    standby_process.wait_for_place()
+    standby_process.stand_by()
+    assert not standby_process.has_place()
+    waiting = threading.Thread(target=standby_process.wait_for_place, daemon=True)
     waiting.start()
-    assert standby.take_place([], ENDED)
+    assert standby_process.take_place([], ENDED)
     waiting.join(10)
-    assert not waiting.is_alive() and standby.has_place()
+    assert not waiting.is_alive() and standby_process.has_place()
 
 
 def test_the_first_use_of_cuda_waits_for_the_gpu_of_the_failed_worker(
     cuda: Any, predecessor: subprocess.Popen[bytes]
 ) -> None:
-    standby.stand_by(["0"])
+    standby_process.stand_by(["0"])
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "0", "torch counts the GPUs that a worker would have"
     assert os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] == "1", "and does not load the driver for it"
     use = threading.Thread(target=torch._C._cuda_init, daemon=True)
     use.start()
     use.join(0.05)
     assert use.is_alive() and not cuda.called
-    assert standby.take_place(["3"], predecessor.pid)
+    assert standby_process.take_place(["3"], predecessor.pid)
     use.join(0.05)
     assert use.is_alive() and not cuda.called, "its memory is not free yet"
     predecessor.kill()
@@ -80,6 +80,6 @@ def test_a_standby_that_has_loaded_the_driver_takes_no_place_on_another_gpu(
     cuda: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("elastic_ddp.torch_internals.has_used_cuda", lambda: True)
-    standby.stand_by(["0"])
-    assert not standby.take_place(["3"], ENDED) and not standby.has_place()
-    assert standby.take_place(["0"], ENDED)
+    standby_process.stand_by(["0"])
+    assert not standby_process.take_place(["3"], ENDED) and not standby_process.has_place()
+    assert standby_process.take_place(["0"], ENDED)

@@ -1,4 +1,4 @@
-"""Whether this process has a place in its run. A standby has none until it takes the place of a worker that failed."""
+"""The place of this process in its run. A standby has none until it takes the place of a worker that failed."""
 
 from __future__ import annotations
 
