@@ -44,8 +44,11 @@ def form(rendezvous: Any, members: list[Member], after: int, failure: str | None
     waiting, generation = list(members), 0
     step = None if after == 0 else 10
     while waiting:
-        requests = [JoinRequest(member=member, step=step, between_steps=True) for member in waiting]
-        answers = ray.get([rendezvous.join.remote(request, after, failure) for request in requests])
+        requests = [
+            JoinRequest(member=member, step=step, between_steps=True, after=after, failure=failure)
+            for member in waiting
+        ]
+        answers = ray.get([rendezvous.join.remote(request) for request in requests])
         placed = [answer for answer in answers if isinstance(answer, Assignment)]
         assert all(answer.world_size == len(members) for answer in placed)
         generation = max([generation, *(answer.generation for answer in placed)])

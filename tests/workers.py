@@ -215,7 +215,7 @@ class Workers:
         time.sleep(STACKS_WITHIN_S)
         coordinator = self.rendezvous.actor._coordinator
         lines = [json.dumps(event.to_json(), default=str)[:600] for event in coordinator.event_log._events]
-        places = coordinator._hangs.places()
+        places = coordinator.hangs.places()
         for worker in self.all:
             output = worker.log.read_text(errors="replace")[-LOG_BYTES:] if worker.log.exists() else ""
             state = "alive" if worker.process.is_alive() else f"exit code {worker.process.exitcode}"

@@ -76,10 +76,10 @@ class LocalClient(RendezvousClient):
         self._on_event = on_event
         self._hosted = HostedStore(_HOST)
 
-    def join(self, request: JoinRequest, *, failure: str | None = None, **_: Any) -> Assignment:
+    def join(self, request: JoinRequest, **_: Any) -> Assignment:
         """Returns the place in the next generation. Raises a WorkersFailedError after a failure: there is no peer."""
-        if failure is not None:
-            raise WorkersFailedError(f"a collective failed, and this is the only worker: {failure}")
+        if request.failure is not None:
+            raise WorkersFailedError(f"a collective failed, and this is the only worker: {request.failure}")
         self._num_joined += 1
         return Assignment(
             generation=self._num_joined,

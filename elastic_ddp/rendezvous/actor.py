@@ -1,6 +1,7 @@
 """The rendezvous actor of a run: it hosts the generations' store, and connects workers, controller and driver.
 
-It replaces torchrun's rendezvous. `Coordinator` decides; this module blocks calls until there is an answer.
+It replaces torchrun's rendezvous. `Membership` decides, and `Coordinator` carries that out. This module blocks calls
+until there is an answer.
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ from elastic_ddp.rendezvous.messages import (
     Signals,
     WorkerDirectives,
 )
+from elastic_ddp.rendezvous.requests import Requests
+from elastic_ddp.rendezvous.supervisor import Supervisor
 
 _log = logging.getLogger(__name__)
 
@@ -65,13 +68,13 @@ NAMESPACE = "elastic_ddp"
 RENDEZVOUS_PREFIX = "rendezvous-"
 """A rendezvous actor has this prefix and the name of its run, in this namespace."""
 
-_REQUESTS = "_coordinator.member_requests"
+_MEMBER_REQUESTS = "_coordinator.member_requests"
 
 
 def _method_of(
     method: Callable[Concatenate[Any, P], T], owner: str = "_coordinator", *, polled: bool = False
 ) -> Callable[Concatenate[Rendezvous, P], Coroutine[Any, Any, T]]:
-    """Makes a method of the coordinator, or of a part of it, one of the actor.
+    """Makes a method of the coordinator, or of another part of the actor, one of the actor.
 
     If it is `polled`, it returns None while it has no answer; a call then waits for a change, or for a long poll.
     """
@@ -122,8 +125,9 @@ class Rendezvous:
             store=(self._host, self._store.port),
             notify_members=self._for_members.notify,
             notify_driver=self._for_driver.notify,
-            about={"name": run_name, "total_steps": total_steps},
         )
+        self._requests = Requests(self._coordinator, {"name": run_name, "total_steps": total_steps})
+        self._supervisor = Supervisor(self._coordinator, self._requests)
         self._heartbeats = HeartbeatServer(
             options.heartbeat_timeout_s, self.mark_failed, self._coordinator.membership.has_joined
         )
@@ -144,25 +148,17 @@ class Rendezvous:
         """Returns the address of the generations' store."""
         return self._host, self._store.port
 
-    async def join(
-        self,
-        request: JoinRequest,
-        after: int,
-        failure: str | None,
-        account: dict[str, float] | None = None,
-        activity: ActivityReport | None = None,
-    ) -> Assignment | Ended | PlannedAssignment | None:
+    async def join(self, request: JoinRequest) -> Assignment | Ended | PlannedAssignment | None:
         """Returns a member's place in the next generation. While none is formed, it returns the planned one or None,
-        and the member calls again. Arguments as in `Coordinator.join`.
-        """
+        and the member calls again."""
         coordinator = self._coordinator
         member = request.member.id
-        answer = coordinator.join(request, after=after, failure=failure, account=account, activity=activity)
+        answer = coordinator.join(request)
         if answer is None:
             # A member with a planned assignment reads data ahead for it, so it gets quick updates.
             has_plan = coordinator.planned_place_of(member) is not None
             await self._for_members.wait(1 if has_plan else POLLS_WITHOUT_PLAN)
-            answer = coordinator.place_of(member, after)
+            answer = coordinator.place_of(member, request.after)
         return answer or coordinator.planned_place_of(member)
 
     async def poll_signals(
@@ -184,11 +180,11 @@ class Rendezvous:
         return signals
 
     plan_join = _method_of(Coordinator.plan_join)
-    answer = _method_of(MemberRequests.answer, _REQUESTS)
+    answer = _method_of(MemberRequests.answer, _MEMBER_REQUESTS)
     report = _method_of(Coordinator.report)
     why_not_commit = _method_of(Coordinator.why_not_commit)
-    leave = _method_of(Coordinator.leave)
-    exclude = _method_of(Coordinator.exclude)
+    leave = _method_of(Requests.leave, "_requests")
+    exclude = _method_of(Requests.exclude, "_requests")
     retire = _method_of(Coordinator.retire)
     end = _method_of(Coordinator.end)
     mark_failed = _method_of(Coordinator.mark_failed)
@@ -198,9 +194,9 @@ class Rendezvous:
     async def supervise(
         self, started: list[str], starting: int, draining: dict[str, float], died: dict[str, str] | None = None
     ) -> WorkerDirectives | None:
-        """See `Coordinator.supervise`."""
+        """See `Supervisor.supervise`."""
         self._start_tasks()
-        return self._coordinator.supervise(started, starting, draining, died or {})
+        return self._supervisor.supervise(started, starting, draining, died or {})
 
     async def wait_for_update(self, after: int) -> DriverUpdate:
         """Returns the events after the first `after`, and the run's state. Waits for a long poll if nothing is new."""
@@ -209,22 +205,22 @@ class Rendezvous:
             await self._for_driver.wait()
         return self._coordinator.driver_update(after)
 
-    set_waiting_for = _method_of(Coordinator.set_waiting_for)
+    set_waiting_for = _method_of(Requests.set_waiting_for, "_requests")
 
     # `RunHandle` and the CLI.
 
-    status = _method_of(Coordinator.status)
-    stop = _method_of(Coordinator.stop)
-    drain = _method_of(Coordinator.drain)
-    undrain = _method_of(Coordinator.undrain)
-    resize = _method_of(Coordinator.resize)
-    checkpoint = _method_of(Coordinator.checkpoint)
-    committed = _method_of(Coordinator.committed, polled=True)
-    verify = _method_of(Coordinator.verify)
-    verified = _method_of(Coordinator.verified, polled=True)
-    request_stacks = _method_of(MemberRequests.request_stacks, _REQUESTS)
-    request_profile = _method_of(MemberRequests.request_profile, _REQUESTS)
-    answers = _method_of(MemberRequests.answers, _REQUESTS)
+    status = _method_of(Requests.status, "_requests")
+    stop = _method_of(Requests.stop, "_requests")
+    drain = _method_of(Requests.drain, "_requests")
+    undrain = _method_of(Requests.undrain, "_requests")
+    resize = _method_of(Requests.resize, "_requests")
+    checkpoint = _method_of(Requests.checkpoint, "_requests")
+    committed = _method_of(Requests.committed, "_requests", polled=True)
+    verify = _method_of(Requests.verify, "_requests")
+    verified = _method_of(Requests.verified, "_requests", polled=True)
+    request_stacks = _method_of(MemberRequests.request_stacks, _MEMBER_REQUESTS)
+    request_profile = _method_of(MemberRequests.request_profile, _MEMBER_REQUESTS)
+    answers = _method_of(MemberRequests.answers, _MEMBER_REQUESTS)
 
     # Background tasks.
 
@@ -239,7 +235,7 @@ class Rendezvous:
         while True:
             await asyncio.sleep(TICK_S)
             try:
-                self._coordinator.tick()
+                self._supervisor.tick()
                 self._clean_store(self._coordinator.membership.generation)
             except Exception:  # a full disk, for example, may be temporary
                 _log.exception("a periodic check of the rendezvous failed")

@@ -84,7 +84,7 @@ class RendezvousClient:
         self._call(self._rendezvous.leave, self.member, within_s, why)
 
     def exclude(self, within_s: float) -> None:
-        """Keeps the run off this worker's device, because it computes wrong values; see `Coordinator.exclude`."""
+        """Keeps the run off this worker's device, because it computes wrong values; see `Requests.exclude`."""
         self._call_in_order(self._rendezvous.exclude, self.member, within_s)
 
     def record(self, event: Event) -> None:
@@ -99,24 +99,17 @@ class RendezvousClient:
         self,
         request: JoinRequest,
         *,
-        failure: str | None = None,
-        account: dict[str, float] | None = None,
         while_waiting: Callable[[PlannedAssignment], object] = lambda planned: None,
     ) -> Assignment:
         """Waits for the next generation and returns this worker's place in it.
 
-        Args:
-            request: what this worker holds.
-            failure, account: as in `Coordinator.join`.
-            while_waiting: called now and then with the place that it may get.
-
-        Raises:
-            RunStopped: this worker gets no further generation.
+        Calls `while_waiting` now and then with the place that this worker may get. Raises RunStopped if it gets no
+        further generation. This client fills in `after` and `activity` of the request.
         """
         while True:
             answer: Assignment | Ended | PlannedAssignment | None
-            activity = self.activity.report()
-            answer = self._call(self._rendezvous.join, request, self._generation, failure, account, activity)
+            request = replace(request, after=self._generation, activity=self.activity.report())
+            answer = self._call(self._rendezvous.join, request)
             if isinstance(answer, Ended):
                 raise RunStopped(answer.reason)
             if isinstance(answer, PlannedAssignment):

@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import TypeAlias
 
 from elastic_ddp.distributed.assignment import Assignment, Formation, Shards
+from elastic_ddp.rendezvous.hang import ActivityReport
 from elastic_ddp.telemetry.events import GenerationFormed
 
 DRAIN, RESIZE = "drain", "resize"
@@ -85,6 +86,14 @@ class JoinRequest:
     """The smallest generation in which its share of the state fits its memory."""
     committed: int | None = None
     """Steps done in the newest commit that it wrote itself."""
+    after: int = 0
+    """Its last generation, 0 for none."""
+    failure: str | None = None
+    """How its last generation failed, if it did."""
+    account: dict[str, float] | None = None
+    """The seconds of each phase in its last generation."""
+    activity: ActivityReport | None = None
+    """Its last place in that generation."""
     at_s: float = 0.0
     """Monotonic time of the request, by the rendezvous' clock."""
 

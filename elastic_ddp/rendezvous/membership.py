@@ -1,8 +1,8 @@
-"""The members of a run, and when its generations end: a state machine without Ray, clocks or threads."""
+"""The state machine of a rendezvous: the members of a run, and when its generations end. No Ray, clock or thread."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, replace
 
 from elastic_ddp.rendezvous.members import (
@@ -14,6 +14,7 @@ from elastic_ddp.rendezvous.members import (
     JoinRequest,
     Member,
 )
+from elastic_ddp.rendezvous.messages import RendezvousOptions, Wanted
 from elastic_ddp.rendezvous.planner import (
     Planner,
     by_node,
@@ -45,25 +46,13 @@ class Membership:
     that wait, newcomers included. A member that counts as failed never joins again, even if its process still runs.
     """
 
-    min_workers: int = 1
-    max_workers: int = 1
-    """Bounds of a generation's size."""
-    evenly_divided: int | None = None
-    """Number of micro-batches that a generation's size must divide; None for any size."""
-    shard_size: int | None = None
-    """A generation's size is a multiple of it: see `RendezvousOptions.shard_size`."""
-    wanted: int | None = None
-    """Number of workers that a resize asked for; None for as many as fit."""
+    options: RendezvousOptions
+    wanted: Wanted = field(default_factory=Wanted)
+    """The requests of users, which other code changes."""
     generation: int = 0
     current: FormedGeneration | None = None
     failure: str | None = None
     """How the current generation failed, if it did."""
-    commit_wanted: bool = False
-    """Whether a commit is requested, even with too few workers to train."""
-    any_may_commit: bool = False
-    """Whether the run stops, so that a generation of any size may form to commit the state."""
-    num_starting: int = 0
-    """Number of workers that have been or will be started and have not joined yet."""
     dismissed: dict[str, str] = field(default_factory=dict)
     """Members that left because they were asked to, and why: `DRAIN` or `RESIZE`."""
     draining: dict[str, DrainNotice] = field(default_factory=dict)
@@ -73,6 +62,8 @@ class Membership:
     """Members that have completed a step, or hold a state with steps."""
     _supervised: set[str] = field(default_factory=set)
     """Workers that the controller has listed as running."""
+    _num_starting: int = 0
+    """Number of workers that have been or will be started and have not joined yet."""
     _gone: dict[str, str] = field(default_factory=dict)
     """Members that failed or left, and why."""
     _leaving: dict[str, DrainNotice] = field(default_factory=dict)
@@ -83,8 +74,8 @@ class Membership:
     _too_few_since: float | None = None
     """When all survivors waited and were too few; None while that is not so."""
 
-    def join(self, request: JoinRequest, *, failure: str | None = None) -> str | None:
-        """Takes a join request, and how the member's last generation failed. Returns why it is refused, or None."""
+    def join(self, request: JoinRequest) -> str | None:
+        """Takes a join request. Returns why it is refused, or None."""
         member = request.member
         if member.node_id in self.draining:
             self.ask_to_leave([member.id], self.draining[member.node_id])
@@ -92,13 +83,17 @@ class Membership:
             self._dismiss(member.id)
         if member.id in self._gone:
             return self._gone[member.id]
-        if failure is not None and self.is_current(member.id):
-            self.failure = self.failure or failure
+        if request.failure is not None and self.is_current(member.id):
+            self.failure = self.failure or request.failure
         if request.step is not None:
             self._trained.add(member.id)
         before = self._waiting.get(member.id)  # a repeated request keeps the time of the first one
         self._waiting[member.id] = replace(request, at_s=before.at_s) if before is not None else request
         return None
+
+    def break_generation(self, why: str) -> None:
+        """Ends the current generation inside a step, although no member is known to have failed."""
+        self.failure = why
 
     def mark_failed(self, member: str, how: str) -> None:
         """Records that a member has failed, and its generation with it."""
@@ -108,13 +103,14 @@ class Membership:
             if self.is_current(member):
                 self.failure = self.failure or how
 
-    def retire(self, member: str) -> None:
+    def remove(self, member: str) -> None:
         """Removes a member that is done with the run."""
         self._gone.setdefault(member, LEFT)
         self._waiting.pop(member, None)
 
-    def prune(self, running: Iterable[str]) -> None:
-        """Deletes details of members once their processes are not listed as running any more."""
+    def update_workers(self, running: Collection[str], num_starting: int) -> None:
+        """Takes the running workers, and the number of workers without a process. Deletes details of ended workers."""
+        self._num_starting = num_starting + sum(not self.has_joined(worker) for worker in running)
         self._supervised |= set(running)
         gone = self._supervised - {*running, *(member.id for member in self.known())}
         self._supervised -= gone
@@ -133,7 +129,7 @@ class Membership:
             if member in self._waiting and not self.is_current(member):
                 self._dismiss(member)
 
-    def drain(self, node_id: str, notice: DrainNotice) -> bool:
+    def avoid(self, node_id: str, notice: DrainNotice) -> bool:
         """Makes all members on a node leave, and admits none from it. Returns False if an earlier notice covers it."""
         before = self.draining.get(node_id)
         if before is not None and notice.ends_s >= before.ends_s - _SHORTER_BY_S:
@@ -142,8 +138,8 @@ class Membership:
         self.ask_to_leave([member.id for member in self.known() if member.node_id == node_id], notice)
         return True
 
-    def undrain(self, node_id: str) -> None:
-        """Admits members from a draining node again. Those that have not left stay."""
+    def admit(self, node_id: str) -> None:
+        """Admits workers on a drained node again. Members on it that were to leave, and have not left, stay."""
         notice = self.draining.pop(node_id, None)
         for member in self.known():
             if member.node_id == node_id and self._leaving.get(member.id) == notice:
@@ -167,7 +163,7 @@ class Membership:
     def _dismiss(self, member: str) -> None:
         if member not in self._gone:
             self.dismissed[member] = DRAIN if member in self._leaving else RESIZE
-            self.retire(member)
+            self.remove(member)
 
     def why_gone(self, member: str) -> str | None:
         """Returns why a member failed or left, or None."""
@@ -227,12 +223,15 @@ class Membership:
     @property
     def limit(self) -> int:
         """Maximum size of a generation."""
-        return self.max_workers if self.wanted is None else min(self.wanted, self.max_workers)
+        wanted, most = self.wanted.num_workers, self.options.max_workers
+        return most if wanted is None else min(wanted, most)
 
     @property
     def _min_size(self) -> int:
         """Minimum size of a generation that trains."""
-        return 1 if self.any_may_commit else max(1, self.min_workers, self._min_size_by_memory)
+        if self.wanted.stop:
+            return 1  # a generation of any size may form to commit the state
+        return max(1, self.options.min_workers, self._min_size_by_memory)
 
     def wants_change(self, now_s: float) -> bool:
         """Whether the members of a healthy generation should end it at their next step boundary."""
@@ -250,7 +249,7 @@ class Membership:
             return True
         if any(self._leaving[member].is_urgent(now_s) for member in leaving) or len(staying) > self.limit:
             return True
-        wait_s = STARTING_WAIT_S if self.num_starting else BATCH_S
+        wait_s = STARTING_WAIT_S if self._num_starting else BATCH_S
         has_waited = any(now_s - request.at_s >= wait_s for request in newcomers)
         room = self.limit - len(staying)
         return room > 0 and (has_waited or room <= len(newcomers))
@@ -273,7 +272,7 @@ class Membership:
     def form(self, now_s: float) -> FormedGeneration | None:
         """Forms the next generation if possible. Dismisses members that are neither in it nor needed later."""
         if any(member.id not in self._waiting for member in self._alive()):
-            if self.wanted is not None:  # a resize may leave no room for newcomers
+            if self.wanted.num_workers is not None:  # a resize may leave no room for newcomers
                 for request in self._newcomers()[max(0, self.limit - len(self._split()[0])) :]:
                     if request.step is None:
                         self._dismiss(request.member.id)
@@ -303,7 +302,7 @@ class Membership:
             stands_by = self.may_stand_by and room > 0
             room -= stands_by or member not in survivors
             is_surplus = member in survivors and not handover_only and not stands_by
-            if member in self._leaving or is_surplus or (self.wanted is not None and room < 0):
+            if member in self._leaving or is_surplus or (self.wanted.num_workers is not None and room < 0):
                 self._dismiss(member)  # all others wait for the place of a member that leaves
         return formed
 
@@ -357,17 +356,15 @@ class Membership:
     @property
     def may_stand_by(self) -> bool:
         """Whether workers may have to wait because a generation cannot have every size."""
-        return self.evenly_divided is not None or self.shard_size is not None
+        return self.options.even_micro_batches or self.options.shard_size is not None
 
     def _planner(self, now_s: float) -> Planner:
         return Planner(
+            options=self.options,
             min_size=self._min_size,
             max_size=self.limit,
-            max_workers=self.max_workers,
-            micro_batches=self.evenly_divided,
-            shard_size=self.shard_size,
             min_size_by_memory=self._min_size_by_memory,
-            commit_wanted=self.commit_wanted,
+            commit_wanted=bool(self.wanted.commits.open),
             leaving=self._leaving,
             before=self.current,
             now_s=now_s,

@@ -1,4 +1,4 @@
-"""Messages of the rendezvous to members, to the driver and to the controller."""
+"""Messages of the rendezvous to members, driver and controller, its options, and the requests of users."""
 
 from __future__ import annotations
 
@@ -109,6 +109,35 @@ class WorkerDirectives(NamedTuple):
     """Whether the run has ended or is stopping, so that workers return."""
     is_steady: bool = False
     """Whether all workers train and have completed a step."""
+
+
+@dataclass
+class Numbered:
+    """Numbered requests of one kind."""
+
+    newest: int = 0
+    fulfilled: int = 0
+    """The newest fulfilled request. All requests before it are fulfilled, too."""
+
+    @property
+    def open(self) -> int:
+        """The newest request if it is not fulfilled yet, otherwise 0."""
+        return self.newest if self.newest > self.fulfilled else 0
+
+
+@dataclass
+class Wanted:
+    """The requests of users that are in force."""
+
+    num_workers: int | None = None
+    """The number of workers of the newest resize; None for as many as fit."""
+    stop: bool = False
+    """Whether the run must commit and stop."""
+    commits: Numbered = field(default_factory=Numbered)
+    """A commit fulfills all requests made before it started."""
+    verified_steps: Numbered = field(default_factory=Numbered)
+    finding: str = ""
+    """The finding of the newest requested verified step; "" if all bits were equal."""
 
 
 @dataclass(frozen=True, kw_only=True)

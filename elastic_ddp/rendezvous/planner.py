@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from elastic_ddp.distributed.assignment import Resharding
 from elastic_ddp.rendezvous.members import OVERDUE, DrainNotice, FormedGeneration, JoinRequest, Progress
+from elastic_ddp.rendezvous.messages import RendezvousOptions
 from elastic_ddp.telemetry.event import STARTED, WORKER_FAILED
 
 GROUP_WAIT_S = 10.0
@@ -18,16 +19,11 @@ GROUP_WAIT_S = 10.0
 class Planner:
     """Chooses the members of the next generation, as of the time `now_s`."""
 
+    options: RendezvousOptions
     min_size: int
     """Minimum size of a generation that trains."""
     max_size: int
     """Maximum size of a generation that trains."""
-    max_workers: int
-    """Maximum size of any generation."""
-    micro_batches: int | None
-    """Number of micro-batches that the size must divide; None for any size."""
-    shard_size: int | None
-    """See `RendezvousOptions.shard_size`."""
     min_size_by_memory: int
     """The smallest generation that has memory for the state."""
     commit_wanted: bool
@@ -63,7 +59,7 @@ class Planner:
                 # All members that hold a shard hand over the rows that others keep.
                 holding = holders_of_newest(requests)
                 others = [request for request in staying if request not in holding]
-                return [*holding, *others[: max(0, self.max_workers - len(holding))]], True
+                return [*holding, *others[: max(0, self.options.max_workers - len(holding))]], True
         if not keeps_state(staying, requests):
             # Only leaving members hold the newest state. One of them transfers it, or commits it if no member can
             # receive it. That matters more than min_workers.
@@ -81,7 +77,7 @@ class Planner:
         """Returns the generation of the chosen members, with their ranks. The last one has ended with `failure`, and
         `survivors` are left of it."""
         chosen, newest = by_node(chosen), newest_of(chosen)
-        ids = {request.member.id for request in chosen}
+        ids, shard_size = {request.member.id for request in chosen}, self.options.shard_size
         return FormedGeneration(
             number=1 if self.before is None else self.before.number + 1,
             members=tuple(request.member for request in chosen),
@@ -92,8 +88,8 @@ class Planner:
             first_step=None if newest is None else newest[0],
             reason=reason_for(self.before, failure, ids, handover_only=handover_only),
             handover_only=handover_only,
-            resharding=resharding(chosen, self._keepers(chosen, survivors) if handover_only else ids, self.shard_size),
-            shard_size=shared_by(chosen, self.shard_size),
+            resharding=resharding(chosen, self._keepers(chosen, survivors) if handover_only else ids, shard_size),
+            shard_size=shared_by(chosen, shard_size),
             same_members=self.before is not None and self.before.ids == ids,
             in_collective_task=not handover_only and any(not request.between_steps for request in chosen),
             waited_s=self.waited_s,
@@ -111,7 +107,8 @@ class Planner:
 
     def _most_of(self, staying: list[JoinRequest]) -> int:
         """Returns how many of the members that stay can form a generation, senior ones first."""
-        return largest_size(staying, self.max_size, micro_batches=self.micro_batches, shard_size=self.shard_size)
+        options = self.options
+        return largest_size(staying, self.max_size, micro_batches=options.evenly_divided, shard_size=options.shard_size)
 
 
 def reason_for(before: FormedGeneration | None, failure: str | None, after: Set[str], *, handover_only: bool) -> str:

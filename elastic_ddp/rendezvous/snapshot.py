@@ -21,32 +21,10 @@ from elastic_ddp.rendezvous.membership import Membership
 
 
 @dataclass
-class Requests:
-    """Numbered requests of users."""
-
-    newest: int = 0
-    fulfilled: int = 0
-    """The newest one that is fulfilled, as are all before it."""
-
-    @property
-    def open(self) -> int:
-        """The newest request if it is not fulfilled yet, otherwise 0."""
-        return self.newest if self.newest > self.fulfilled else 0
-
-
-@dataclass
 class State:
     """The state that outlives the rendezvous process."""
 
     membership: Membership
-    stop: bool = False
-    """Whether the run was asked to commit and stop."""
-    commit_requests: Requests = field(default_factory=Requests)
-    """A commit fulfills all requests made before it started."""
-    verify_requests: Requests = field(default_factory=Requests)
-    """Requests for a verified step."""
-    verified: str = ""
-    """The finding of the newest requested step."""
     restored: int = 0
     """The newest generation in which no member held a state, so that it started from the newest commit."""
     failed_saves: int = 0

@@ -236,10 +236,10 @@ class WorkerMembership:
             between_steps=task is None,
             committed=self._checkpointer.durable_step,
             resumable=not (self._state.is_changing or self.tasks.steps_have_ended),
+            failure=failure,
+            account=self.clock.account.seconds(),
         )
-        return self._client.join(
-            request, failure=failure, account=self.clock.account.seconds(), while_waiting=self._read_ahead
-        )
+        return self._client.join(request, while_waiting=self._read_ahead)
 
     def _free_bytes(self) -> int:
         """Returns the free memory of this rank for shards: of its GPU, or its part of the host's."""

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from elastic_ddp.distributed.assignment import Shards
 from elastic_ddp.rendezvous.members import DrainNotice, FormedGeneration, JoinRequest, Member
 from elastic_ddp.rendezvous.membership import Membership
+from elastic_ddp.rendezvous.messages import RendezvousOptions
 
 FAILED = "its process exited"
 AT_ONCE = DrainNotice()
@@ -17,6 +18,10 @@ def member(name: str, node: str = "n", size: int = 2, rank: int = 0) -> Member:
     return Member(id=name, group_size=size, rank_in_group=rank, node=node, node_id=f"id of {node}", pid=100 + rank)
 
 
+def options_of(min_workers: int, max_workers: int) -> RendezvousOptions:
+    return RendezvousOptions(min_workers=min_workers, max_workers=max_workers, heartbeat_timeout_s=30.0)
+
+
 def ids_of(generation: FormedGeneration) -> list[str]:
     return [member.id for member in generation.members]
 
@@ -25,7 +30,7 @@ class MembershipHarness:
     """A membership with a manual clock. Members are created when they join, by name."""
 
     def __init__(self, max_workers: int = 8, min_workers: int = 1, size: int = 2) -> None:
-        self.membership = Membership(min_workers=min_workers, max_workers=max_workers)
+        self.membership = Membership(options_of(min_workers, max_workers))
         self.size = size
         self.now = 100.0
         self.members: dict[str, Member] = {}
@@ -56,9 +61,10 @@ class MembershipHarness:
             can_finish=can_finish,
             fewest_workers=fewest_workers,
             committed=committed,
+            failure=failure,
             at_s=self.now,
         )
-        return self.membership.join(request, failure=failure)
+        return self.membership.join(request)
 
     def all_join(self, names: Iterable[str], step: int | None = None) -> None:
         for name in names:

@@ -44,8 +44,18 @@ async def join(
     account: dict[str, float] | None = None,
     activity: ActivityReport | None = None,
 ) -> Assignment | Ended | PlannedAssignment | None:
-    request = JoinRequest(member=who, step=step, between_steps=between_steps, committed=committed, resumable=resumable)
-    return await rendezvous.join(request, after, failure, account, activity)
+    request = JoinRequest(
+        member=who,
+        step=step,
+        between_steps=between_steps,
+        committed=committed,
+        resumable=resumable,
+        after=after,
+        failure=failure,
+        account=account,
+        activity=activity,
+    )
+    return await rendezvous.join(request)
 
 
 async def report(

@@ -75,12 +75,13 @@ class FakeClient:
             verify=self.verify_requested,
         )
 
-    def join(self, request: JoinRequest, *, failure: str | None, account: Any, while_waiting: Any) -> Assignment:
+    def join(self, request: JoinRequest, *, while_waiting: Any) -> Assignment:
         self.joins.append((request.step, request.between_steps))
         self.are_resumable.append(request.resumable)
-        self.failures.append(failure)
+        self.failures.append(request.failure)
         shards = request.shards
-        reason = "worker failed" if failure is not None else "workers joined" if self.reconfigure_requested else "start"
+        reason = "workers joined" if self.reconfigure_requested else "start"
+        reason = reason if request.failure is None else "worker failed"
         self.reconfigure_requested = False
         return Assignment(
             generation=len(self.joins),

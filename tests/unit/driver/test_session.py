@@ -59,7 +59,7 @@ def drive(
 
     def run(then: Callable[[InProcessRendezvous], Any]) -> list[Event]:
         def work(*_: Any, **__: Any) -> None:
-            rendezvous.ask("join", JoinRequest(member=WORKER, step=None, between_steps=True), 0, None)
+            rendezvous.ask("join", JoinRequest(member=WORKER, step=None, between_steps=True))
             rendezvous.ask("report", ledger_event("commit_started", at=0.0, step=2), None, WORKER.id, 1)
             rendezvous.ask("end", WORKER, None, {"status": "failed", "error": "the loss is no number"})
             then(rendezvous)
@@ -135,8 +135,8 @@ def test_a_run_whose_gcs_does_not_return_commits_and_ends_with_what_to_do(
         raise ConnectionRefusedError
 
     def train_until_stopped(*_: Any) -> None:
-        rendezvous.ask("join", JoinRequest(member=WORKER, step=None, between_steps=True), 0, None)
-        while not rendezvous.actor._coordinator.state.stop:
+        rendezvous.ask("join", JoinRequest(member=WORKER, step=None, between_steps=True))
+        while not rendezvous.actor._coordinator.membership.wanted.stop:
             time.sleep(0.01)
         rendezvous.ask("end", WORKER, None, {"status": "stopped"})
         assert rendezvous.has_ended.wait(LIMIT_S)

@@ -39,7 +39,7 @@ class Failing:
         """The worker fails, and its replacement starts on `node`."""
         membership, name = self.harness.membership, str(self.count)
         if drained:
-            membership.drain(f"id of {self.node}", DrainNotice())
+            membership.avoid(f"id of {self.node}", DrainNotice())
         self.attempts.record(membership, name, how, self.harness.now, is_hang=is_hang)
         membership.mark_failed(name, how)
         self.count += 1
@@ -195,7 +195,7 @@ def test_failed_starts_end_a_run_whose_survivors_wait_once_they_have_committed(
         while not isinstance(place := await waits, Assignment):
             waits = asyncio.create_task(join(rendezvous, member("a", 0), 1, 7, failure=BROKEN))
         assert place.handover_only and place.receivers == (), "it commits"
-        rendezvous._coordinator.tick()
+        rendezvous._supervisor.tick()
         assert (await rendezvous.wait_for_update(0)).outcome is None, "it has not committed yet"
         await report(rendezvous, [ledger_event("commit_succeeded", step=7, request=1, at=0.0)], None, "a0", 1)
         answer = None

@@ -23,7 +23,8 @@ from tests.unit.single_worker import FakeClient, NewRun, client_of, train
 def evenly_divided(names: str, num_micro_batches: int = 4, **sizes: int) -> MembershipHarness:
     """A membership whose named members wait."""
     harness = MembershipHarness(**{"max_workers": 4, "size": len(names), **sizes})
-    harness.membership.evenly_divided = num_micro_batches
+    options = harness.membership.options
+    harness.membership.options = replace(options, num_micro_batches=num_micro_batches, even_micro_batches=True)
     harness.all_join(names)
     return harness
 

@@ -152,7 +152,7 @@ def test_without_survivors_newcomers_wait_for_their_group() -> None:
 
 def test_a_member_that_left_is_no_failure_and_is_not_waited_for() -> None:
     harness = harness_of("ab")
-    harness.membership.retire("a")
+    harness.membership.remove("a")
     harness.membership.mark_failed("a", FAILED)  # its process ends after that
     assert harness.membership.failed() == {}
     assert harness.membership.why_gone("a") == LEFT
@@ -160,7 +160,7 @@ def test_a_member_that_left_is_no_failure_and_is_not_waited_for() -> None:
     generation = harness.formed()
     assert (ids_of(generation), generation.reason) == (["b"], "workers left")
     harness.membership.mark_failed("b", FAILED)
-    harness.membership.retire("b")
+    harness.membership.remove("b")
     assert harness.membership.failed() == {"b": FAILED}
 
 
@@ -182,12 +182,12 @@ def test_members_that_are_too_few_commit_on_request() -> None:
     harness.membership.mark_failed("c", FAILED)
     harness.all_join("ab", 5)
     assert harness.form() is None and not harness.membership.has_committed()
-    harness.membership.commit_wanted = True
+    harness.membership.wanted.commits.newest = 1
     generation = harness.formed()
     assert generation.handover_only and generation.receivers == () and generation.ids == {"a"}
     harness.join("a", 5, committed=5)
     assert harness.form() is None and harness.membership.has_committed()
-    harness.membership.commit_wanted = False
+    harness.membership.wanted.commits.fulfilled = 1
     harness.all_join("d")
     assert harness.names() == ["a", "b", "d"]
 
@@ -198,9 +198,9 @@ def test_pruned_members_stay_gone() -> None:
     harness.membership.ask_to_leave("c", AT_ONCE)
     harness.all_join("ac", 5)
     assert harness.names() == ["a"]
-    harness.membership.prune(["a", "b", "c"])
+    harness.membership.update_workers(["a", "b", "c"], 0)
     assert harness.membership.failed() == {"b": FAILED} and list(harness.membership.dismissed) == ["c"]
-    harness.membership.prune(["a"])
+    harness.membership.update_workers(["a"], 0)
     assert harness.membership.failed() == {} and not harness.membership.dismissed and harness.membership.leaving == []
     assert harness.join("b", 5) == harness.join("c", 5) == PROCESS_GONE
     assert harness.membership.is_newcomer("d") and not harness.membership.is_newcomer("a")
@@ -330,13 +330,13 @@ def test_there_is_no_plan_without_a_healthy_generation() -> None:
 
 def test_a_newcomer_waits_longer_while_others_are_starting() -> None:
     harness = harness_of("ab")
-    harness.membership.num_starting = 1
+    harness.membership.update_workers(["a", "b"], 1)
     harness.all_join("c")
     harness.now += BATCH_S
     assert not harness.wants_change
     harness.now += STARTING_WAIT_S
     assert harness.wants_change
-    harness.membership.num_starting = 0
+    harness.membership.update_workers(["a", "b"], 0)
     assert harness.wants_change
 
 
@@ -398,12 +398,12 @@ def test_a_dismissed_member_is_known_until_the_controller_has_listed_it() -> Non
     harness.all_join("c")
     harness.membership.ask_to_leave("c", AT_ONCE)
     harness.membership.ask_to_leave("d", AT_ONCE)  # SIGTERM, before it joins
-    harness.membership.prune(["a", "b"])
+    harness.membership.update_workers(["a", "b"], 0)
     assert list(harness.membership.dismissed) == ["c"]
     assert harness.join("d") == LEFT, "it got the signal"
-    harness.membership.prune(["a", "b", "c", "d"])
+    harness.membership.update_workers(["a", "b", "c", "d"], 0)
     assert list(harness.membership.dismissed) == ["c", "d"]
-    harness.membership.prune(["a", "b"])
+    harness.membership.update_workers(["a", "b"], 0)
     assert not harness.membership.dismissed
 
 

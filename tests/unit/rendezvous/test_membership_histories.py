@@ -8,7 +8,7 @@ from itertools import groupby
 
 from elastic_ddp.rendezvous.members import DrainNotice, FormedGeneration, JoinRequest, Member
 from elastic_ddp.rendezvous.membership import Membership
-from tests.unit.membership_harness import BROKEN, FAILED, member
+from tests.unit.membership_harness import BROKEN, FAILED, member, options_of
 
 SEEDS = 500
 CALM_S = 45.0
@@ -41,7 +41,7 @@ class History:
         self.random = random.Random(seed)
         self.least = self.random.randint(1, 2)
         self.most = self.random.randint(self.least, 4)
-        self.membership = Membership(min_workers=self.least, max_workers=self.most)
+        self.membership = Membership(options_of(self.least, self.most))
         self.workers: dict[str, Worker] = {}
         self.notices: dict[str, DrainNotice] = {}
         """Notices by the id of a worker or a node."""
@@ -89,7 +89,9 @@ class History:
         assert len(self.training()) >= min(self.membership.limit, self.most)
         assert not any(self.notice_of(worker) for worker in self.training())
         assert not self.membership.wants_change(self.now)
-        assert self.membership.wanted is None or len(self.living()) == len(self.training()), "surplus workers left"
+        assert self.membership.wanted.num_workers is None or len(self.living()) == len(self.training()), (
+            "surplus workers left"
+        )
 
     # State.
 
@@ -122,9 +124,10 @@ class History:
             between_steps=not worker.in_task,
             resumable=worker.resumable,
             committed=worker.committed,
+            failure=failure,
             at_s=self.now,
         )
-        self.membership.join(request, failure=failure)
+        self.membership.join(request)
         self.remove_gone()
 
     def remove_gone(self) -> None:
@@ -185,8 +188,10 @@ class History:
     def a_worker_that_is_gone_returns(self) -> None:
         for worker in self.workers.values():
             if not worker.alive:
-                request = JoinRequest(member=worker.member, step=worker.step, between_steps=True, at_s=self.now)
-                assert self.membership.join(request, failure=BROKEN) is not None
+                request = JoinRequest(
+                    member=worker.member, step=worker.step, between_steps=True, failure=BROKEN, at_s=self.now
+                )
+                assert self.membership.join(request) is not None
 
     def fail(self, worker: Worker) -> None:
         worker.alive = False
@@ -213,7 +218,7 @@ class History:
 
     def a_node_gets_notice(self) -> None:
         node = f"id of {self.random.choice('xyz')}"
-        self.membership.drain(node, self.give_notice(node))
+        self.membership.avoid(node, self.give_notice(node))
         self.remove_gone()
 
     def interrupt_step(self) -> None:
@@ -223,7 +228,7 @@ class History:
         assert not overdue or self.membership.failure is not None, "an overdue worker is still waited for"
 
     def the_run_is_resized(self) -> None:
-        self.membership.wanted = self.random.randint(self.least, self.most)
+        self.membership.wanted.num_workers = self.random.randint(self.least, self.most)
 
     def time_passes(self) -> None:
         end = self.now + self.random.choice([0.5, 1.0, 3.0, 10.0])

@@ -87,10 +87,10 @@ def test_one_of_the_members_that_all_leave_commits_first() -> None:
 
 def test_the_earlier_of_two_deadlines_counts() -> None:
     harness = harness_of("ab", min_workers=2, nodes={"b": "x"})
-    assert harness.membership.drain("id of x", DrainNotice(harness.now, 600.0))
-    assert harness.membership.drain("id of x", DrainNotice(harness.now, 60.0))
-    assert not harness.membership.drain("id of x", DrainNotice(harness.now, 60.0)), "the deadline is the same"
-    assert not harness.membership.drain("id of x", DrainNotice(harness.now, 600.0))
+    assert harness.membership.avoid("id of x", DrainNotice(harness.now, 600.0))
+    assert harness.membership.avoid("id of x", DrainNotice(harness.now, 60.0))
+    assert not harness.membership.avoid("id of x", DrainNotice(harness.now, 60.0)), "the deadline is the same"
+    assert not harness.membership.avoid("id of x", DrainNotice(harness.now, 600.0))
     harness.membership.ask_to_leave("b", DrainNotice(harness.now, 600.0))
     harness.now += 30
     assert harness.wants_change, "half of the minute has passed"
@@ -137,8 +137,8 @@ def test_a_member_with_a_notice_counts_when_another_fails() -> None:
 
 def test_members_of_a_drained_node_leave_and_none_joins_from_it() -> None:
     harness = harness_of("abc", nodes={"c": "x"})
-    assert harness.membership.drain("id of x", AT_ONCE)
-    assert not harness.membership.drain("id of x", AT_ONCE)
+    assert harness.membership.avoid("id of x", AT_ONCE)
+    assert not harness.membership.avoid("id of x", AT_ONCE)
     assert harness.wants_change
     assert harness.join("d", node="x") == LEFT
     harness.all_join("abc", 5)
@@ -148,8 +148,8 @@ def test_members_of_a_drained_node_leave_and_none_joins_from_it() -> None:
 
 def test_members_stay_on_a_node_that_is_no_longer_drained_and_others_join_from_it() -> None:
     harness = harness_of("abc", nodes={"c": "x"})
-    harness.membership.drain("id of x", AT_ONCE)
-    harness.membership.undrain("id of x")
+    harness.membership.avoid("id of x", AT_ONCE)
+    harness.membership.admit("id of x")
     assert not harness.wants_change and not harness.membership.leaving
     assert harness.join("d", node="x") is None
     harness.all_join("abc", 5)
@@ -159,14 +159,14 @@ def test_members_stay_on_a_node_that_is_no_longer_drained_and_others_join_from_i
 def test_a_member_with_a_notice_of_its_own_leaves_also_after_an_undrain() -> None:
     harness = harness_of("ab", nodes={"b": "x"})
     harness.membership.ask_to_leave("b", DrainNotice(harness.now, 20.0))
-    harness.membership.drain("id of x", DrainNotice(harness.now, 60.0))
-    harness.membership.undrain("id of x")
+    harness.membership.avoid("id of x", DrainNotice(harness.now, 60.0))
+    harness.membership.admit("id of x")
     assert harness.membership.leaving == ["b"]
 
 
 def test_a_resize_dismisses_the_last_ranks() -> None:
     harness = harness_of("abcd")
-    harness.membership.wanted = 2
+    harness.membership.wanted.num_workers = 2
     assert harness.wants_change
     harness.all_join("abcd", 5)
     assert harness.names() == ["a", "b"]
@@ -176,7 +176,7 @@ def test_a_resize_dismisses_the_last_ranks() -> None:
 
 def test_a_resized_run_waits_for_a_leaving_member_to_commit() -> None:
     harness = harness_of("ab")
-    harness.membership.wanted = 1
+    harness.membership.wanted.num_workers = 1
     harness.membership.ask_to_leave("b", AT_ONCE)
     harness.membership.mark_failed("unknown", FAILED)
     harness.join("a", 5, failure=BROKEN)
@@ -193,10 +193,10 @@ def test_a_resize_dismisses_surplus_newcomers_while_others_train() -> None:
     harness.all_join("d")
     harness.now += 0.1
     harness.all_join("e")
-    harness.membership.wanted = 4
+    harness.membership.wanted.num_workers = 4
     assert harness.form() is None
     assert harness.membership.dismissed == {"e": RESIZE}
-    harness.membership.wanted = 3
+    harness.membership.wanted.num_workers = 3
     assert harness.form() is None
     assert harness.membership.dismissed == {"e": RESIZE, "d": RESIZE}
     harness.join("f")  # it was starting
@@ -207,7 +207,7 @@ def test_a_resize_dismisses_surplus_newcomers_while_others_train() -> None:
 
 def test_a_resize_keeps_a_newcomer_that_replaces_a_leaving_member() -> None:
     harness = harness_of("abc", min_workers=3, max_workers=5)
-    harness.membership.wanted = 3
+    harness.membership.wanted.num_workers = 3
     harness.membership.ask_to_leave("c", DrainNotice(harness.now, 20.0))
     harness.all_join("d")
     assert harness.form() is None and not harness.membership.dismissed

@@ -35,7 +35,7 @@ def test_a_member_that_leaves_first_hands_over_its_rows() -> None:
 
 def test_a_resize_hands_the_rows_of_the_surplus_over() -> None:
     harness = harness_of("abc")
-    harness.membership.wanted = 2
+    harness.membership.wanted.num_workers = 2
     assert harness.wants_change
     harness.all_hold("abc", 5)
     formed = harness.formed()
@@ -66,7 +66,7 @@ def test_members_that_all_leave_commit_their_shards() -> None:
 
 def test_a_requested_commit_of_too_few_members_needs_all_shards() -> None:
     harness = harness_of("abc", min_workers=3)
-    harness.membership.commit_wanted = True
+    harness.membership.wanted.commits.newest = 1
     harness.membership.ask_to_leave("c", AT_ONCE)
     harness.all_hold("abc", 5)
     formed = harness.formed()
@@ -150,7 +150,7 @@ def test_survivors_without_memory_for_the_state_commit_it_when_the_run_stops() -
     harness = harness_of("abc")
     harness.membership.mark_failed("b", FAILED)
     all_mirror(harness, "ac", 5, of=3, fewest_workers=3)
-    harness.membership.any_may_commit = True
+    harness.membership.wanted.stop = True
     assert harness.names() == ["a", "c"]
 
 

@@ -15,7 +15,7 @@ from tests.unit.rendezvous_harness import Play, at_place, events_of, join, joine
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("elastic_ddp.rendezvous.actor.TICK_S", 0.02)
-    monkeypatch.setattr("elastic_ddp.rendezvous.coordinator.STACKS_WITHIN_S", 0.1)
+    monkeypatch.setattr("elastic_ddp.rendezvous.supervisor.STACKS_WITHIN_S", 0.1)
 
 
 def hang_options(timeout_s: float) -> RendezvousOptions:
@@ -25,7 +25,7 @@ def hang_options(timeout_s: float) -> RendezvousOptions:
 def test_a_hanging_worker_fails_after_all_have_recorded_their_stacks(
     play: Play, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("elastic_ddp.rendezvous.coordinator.STACKS_WITHIN_S", 0.5)
+    monkeypatch.setattr("elastic_ddp.rendezvous.supervisor.STACKS_WITHIN_S", 0.5)
 
     async def scenario(rendezvous: Rendezvous) -> None:
         await rendezvous.heartbeat_address()
@@ -116,7 +116,7 @@ def test_only_saves_without_progress_are_a_hang(play: Play) -> None:
 
 
 def test_a_worker_that_never_joins_fails(play: Play, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("elastic_ddp.rendezvous.coordinator.START_TIMEOUT_S", 0.0)
+    monkeypatch.setattr("elastic_ddp.rendezvous.supervisor.START_TIMEOUT_S", 0.0)
 
     async def scenario(rendezvous: Rendezvous) -> None:
         await started(rendezvous)

@@ -212,7 +212,7 @@ def test_a_rendezvous_goes_on_quietly_after_the_driver_has_removed_its_folder(pl
         shutil.rmtree(folder)
         await rendezvous.end(member("a", 0), None, {"status": "finished"})
         await rendezvous.stop()
-        rendezvous._coordinator.tick()
+        rendezvous._supervisor.tick()
         assert (await rendezvous.wait_for_update(0)).outcome == {"status": "finished"}
         assert not folder.exists()
 

@@ -110,7 +110,7 @@ def test_the_time_of_a_restart_does_not_belong_to_the_generation_before(new_run:
     join = client.join
 
     def note_account(request: JoinRequest, **facts: Any) -> Assignment:
-        accounts.append(facts["account"])
+        accounts.append(request.account)
         return join(request, **facts)
 
     client.join = note_account  # type: ignore[method-assign]
@@ -252,7 +252,7 @@ def test_an_evaluation_that_fails_after_each_restart_of_a_sharded_run_ends_the_r
     def lose_a_shard(client: FakeClient, request: JoinRequest, **facts: Any) -> Assignment:
         assignment = join(client, request, **facts)
         lost: dict[str, Any] = {"source": None, "first_step": None, "resharding": None}
-        return assignment if facts["failure"] is None else replace(assignment, **lost)
+        return assignment if request.failure is None else replace(assignment, **lost)
 
     monkeypatch.setattr(FakeClient, "join", lose_a_shard)
 
