@@ -249,7 +249,7 @@ class Coordinator:
         if self._account:
             self.record(events.GenerationAccount(generation=formed.number - 1, account=self._account))
             self._account = {}
-        standing_by = len(membership.known()) - len(formed.members) if membership.may_stand_by else 0
+        standing_by = len(membership.known()) - len(formed.members) if self.options.may_stand_by else 0
         self.record(replace(formed.event(), standing_by=standing_by, recovered_s=recovered_s))
         self.notify_members()
 

@@ -16,14 +16,12 @@ from elastic_ddp.rendezvous.members import (
 )
 from elastic_ddp.rendezvous.messages import RendezvousOptions, Wanted
 from elastic_ddp.rendezvous.planner import (
+    Plan,
     Planner,
     by_node,
     by_seniority,
     has_group_joined,
-    has_shards,
-    holders_of_newest,
     is_committed,
-    keeps_state,
     newest_of,
 )
 
@@ -226,13 +224,6 @@ class Membership:
         wanted, most = self.wanted.num_workers, self.options.max_workers
         return most if wanted is None else min(wanted, most)
 
-    @property
-    def _min_size(self) -> int:
-        """Minimum size of a generation that trains."""
-        if self.wanted.stop:
-            return 1  # a generation of any size may form to commit the state
-        return max(1, self.options.min_workers, self._min_size_by_memory)
-
     def wants_change(self, now_s: float) -> bool:
         """Whether the members of a healthy generation should end it at their next step boundary."""
         if not self._is_healthy() or not self._is_change_due(now_s):
@@ -243,9 +234,10 @@ class Membership:
     def _is_change_due(self, now_s: float) -> bool:
         staying, leaving = self._split()
         newcomers = self._newcomers()
-        if leaving and len(staying) + len(newcomers) >= self._min_size:
+        min_size = self._planner(now_s).min_size
+        if leaving and len(staying) + len(newcomers) >= min_size:
             return True
-        if len(staying) + len(leaving) < self._min_size:  # members failed while none could join
+        if len(staying) + len(leaving) < min_size:  # members failed while none could join
             return True
         if any(self._leaving[member].is_urgent(now_s) for member in leaving) or len(staying) > self.limit:
             return True
@@ -271,100 +263,47 @@ class Membership:
 
     def form(self, now_s: float) -> FormedGeneration | None:
         """Forms the next generation if possible. Dismisses members that are neither in it nor needed later."""
-        if any(member.id not in self._waiting for member in self._alive()):
+        alive = [member.id for member in self._alive()]
+        newcomers = self._newcomers()
+        if any(member not in self._waiting for member in alive):
             if self.wanted.num_workers is not None:  # a resize may leave no room for newcomers
-                for request in self._newcomers()[max(0, self.limit - len(self._split()[0])) :]:
+                for request in newcomers[max(0, self.limit - len(self._split()[0])) :]:
                     if request.step is None:
                         self._dismiss(request.member.id)
             return None
         self._min_size_by_memory = max((request.fewest_workers for request in self._waiting.values()), default=1)
-        formed = self._form_for_task(now_s)
+        planner = self._planner(now_s)
+        task = planner.plan_task([self._waiting[member] for member in alive], newcomers)
+        formed = self._apply(task, planner)
         if formed is not None:
             return formed
-        survivors = [member.id for member in self._alive()]
+        survivors = [member for member in alive if member in self._waiting]
         if not survivors and not has_group_joined(self._waiting.values(), now_s):
             return None
-        requests = by_seniority(self._waiting.values(), survivors)
-        planner = self._planner(now_s)
-        chosen, handover_only = planner.choose(requests)
-        taken = {request.member.id for request in chosen}
-        left_out = [request.member.id for request in requests if request.member.id not in taken]
-        if not chosen:
-            self._too_few_since = now_s if self._too_few_since is None else self._too_few_since
-            if keeps_state(planner.staying(requests), requests):
-                for member in left_out:
-                    if member in self._leaving and self._leaving[member].is_urgent(now_s):
-                        self._dismiss(member)
-            return None
-        formed = self._begin(chosen, now_s, handover_only=handover_only)
-        room = self.limit - len(planner.staying(chosen))
-        for member in left_out:
-            stands_by = self.may_stand_by and room > 0
-            room -= stands_by or member not in survivors
-            is_surplus = member in survivors and not handover_only and not stands_by
-            if member in self._leaving or is_surplus or (self.wanted.num_workers is not None and room < 0):
-                self._dismiss(member)  # all others wait for the place of a member that leaves
+        plan = planner.plan(by_seniority(self._waiting.values(), survivors), survivors)
+        if not plan.chosen and self._too_few_since is None:
+            self._too_few_since = now_s
+        return self._apply(plan, planner)
+
+    def _apply(self, plan: Plan, planner: Planner) -> FormedGeneration | None:
+        """Makes the chosen members the current generation, if there are any, and dismisses others."""
+        formed = None
+        if plan.chosen:
+            survivors = [member.id for member in self._alive()]
+            formed = planner.generation(plan, survivors, self.failure)
+            for member in formed.ids:
+                del self._waiting[member]
+            self.generation, self.current, self.failure, self._too_few_since = formed.number, formed, None, None
+        for member in plan.dismissed:
+            self._dismiss(member)
         return formed
-
-    def _form_for_task(self, now_s: float) -> FormedGeneration | None:
-        """Forms the next generation if members of the last one are inside a collective task, which only they can
-        finish. Returns None if none is, or if the task is given up: all of its members are overdue.
-
-        Overdue members leave once the newest state is held by others or committed. Before that, one of them transfers
-        or commits it. Members that lag behind wait while others are inside a step's block, which has no state to send.
-        """
-        requests = [self._waiting[member.id] for member in self._alive()]
-        if all(request.between_steps for request in requests):
-            return None
-        if not all(request.resumable for request in requests):
-            newest = newest_of(requests)
-            for request in requests:
-                if request.progress != newest and request.member.id in self._leaving:
-                    self._dismiss(request.member.id)
-            requests = [request for request in requests if request.progress == newest]
-        planner = self._planner(now_s)
-        going = [request for request in requests if planner.is_overdue(request.member.id)]
-        staying = [request for request in requests if request not in going]
-        if not staying or not keeps_state(staying, requests):
-            newest = newest_of(requests)
-            sources = [request for request in going if request.resumable and request.progress == newest]
-            if not sources:  # no other member can finish the task
-                return self._begin(requests, now_s)
-            if not is_committed(requests):
-                sending = holders_of_newest(requests) if has_shards(requests) else sources[:1]
-                others = staying or self._newcomers()[: max(0, self.limit - len(sending))]
-                chosen = [*sending, *(request for request in others if request not in sending)]
-                formed = self._begin(chosen, now_s, handover_only=True)
-                for request in going:
-                    if request not in sending:
-                        self._dismiss(request.member.id)
-                return formed
-        for request in going:
-            self._dismiss(request.member.id)
-        in_task = any(not request.between_steps for request in staying)
-        return self._begin(staying, now_s) if in_task else None
-
-    def _begin(self, chosen: list[JoinRequest], now_s: float, *, handover_only: bool = False) -> FormedGeneration:
-        """Makes the chosen members the current generation."""
-        survivors = [member.id for member in self._alive()]
-        formed = self._planner(now_s).generation(chosen, survivors, self.failure, handover_only=handover_only)
-        for member in formed.ids:
-            del self._waiting[member]
-        self.generation, self.current, self.failure, self._too_few_since = formed.number, formed, None, None
-        return formed
-
-    @property
-    def may_stand_by(self) -> bool:
-        """Whether workers may have to wait because a generation cannot have every size."""
-        return self.options.even_micro_batches or self.options.shard_size is not None
 
     def _planner(self, now_s: float) -> Planner:
         return Planner(
             options=self.options,
-            min_size=self._min_size,
+            wanted=self.wanted,
             max_size=self.limit,
             min_size_by_memory=self._min_size_by_memory,
-            commit_wanted=bool(self.wanted.commits.open),
             leaving=self._leaving,
             before=self.current,
             now_s=now_s,

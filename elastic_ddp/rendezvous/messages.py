@@ -169,3 +169,8 @@ class RendezvousOptions:
     def evenly_divided(self) -> int | None:
         """The number of micro-batches that a generation's size must divide; None for any size."""
         return self.num_micro_batches if self.even_micro_batches else None
+
+    @property
+    def may_stand_by(self) -> bool:
+        """Whether workers may have to wait because a generation cannot have every size."""
+        return self.even_micro_batches or self.shard_size is not None

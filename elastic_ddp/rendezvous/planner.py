@@ -3,31 +3,41 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Set
+from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from elastic_ddp.distributed.assignment import Resharding
 from elastic_ddp.rendezvous.members import OVERDUE, DrainNotice, FormedGeneration, JoinRequest, Progress
-from elastic_ddp.rendezvous.messages import RendezvousOptions
+from elastic_ddp.rendezvous.messages import RendezvousOptions, Wanted
 from elastic_ddp.telemetry.event import STARTED, WORKER_FAILED
 
 GROUP_WAIT_S = 10.0
 """How long the first generation waits for all workers that started together."""
 
 
+class Plan(NamedTuple):
+    """The next generation."""
+
+    chosen: Sequence[JoinRequest] = ()
+    """The requests of its members; empty if it cannot form yet."""
+    handover_only: bool = False
+    """Whether it only transfers the state."""
+    dismissed: Sequence[str] = ()
+    """Members that are neither in it nor needed later."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Planner:
-    """Chooses the members of the next generation, as of the time `now_s`."""
+    """Plans the next generation, as of the time `now_s`."""
 
     options: RendezvousOptions
-    min_size: int
-    """Minimum size of a generation that trains."""
+    wanted: Wanted
+    """The requests of users."""
     max_size: int
     """Maximum size of a generation that trains."""
     min_size_by_memory: int
     """The smallest generation that has memory for the state."""
-    commit_wanted: bool
-    """Whether a commit is requested, even with too few workers to train."""
     leaving: Mapping[str, DrainNotice]
     """Members that must leave."""
     before: FormedGeneration | None
@@ -35,6 +45,13 @@ class Planner:
     now_s: float
     waited_s: float
     """Seconds for which there have been too few workers."""
+
+    @property
+    def min_size(self) -> int:
+        """Minimum size of a generation that trains."""
+        if self.wanted.stop:
+            return 1  # a generation of any size may form to commit the state
+        return max(1, self.options.min_workers, self.min_size_by_memory)
 
     def staying(self, requests: list[JoinRequest]) -> list[JoinRequest]:
         """Returns the requests of members that need not leave."""
@@ -67,16 +84,69 @@ class Planner:
         chosen = select_with_newest(staying, most)
         if len(chosen) >= self.min_size:
             return chosen, False
-        if self.commit_wanted and not is_committed(requests):
+        if self.wanted.commits.open and not is_committed(requests):
             return holders_of_newest(requests) if has_shards(requests) else select_with_newest(requests, 1), True
         return [], False
 
-    def generation(
-        self, chosen: list[JoinRequest], survivors: list[str], failure: str | None, *, handover_only: bool
-    ) -> FormedGeneration:
-        """Returns the generation of the chosen members, with their ranks. The last one has ended with `failure`, and
-        `survivors` are left of it."""
-        chosen, newest = by_node(chosen), newest_of(chosen)
+    def plan(self, requests: list[JoinRequest], survivors: Collection[str]) -> Plan:
+        """Plans a generation from all requests, senior members first. `survivors` are left of the last generation."""
+        chosen, handover_only = self.choose(requests)
+        ids = {request.member.id for request in chosen}
+        left_out = [request.member.id for request in requests if request.member.id not in ids]
+        if not chosen:
+            kept = keeps_state(self.staying(requests), requests)
+            going = [member for member in left_out if member in self.leaving]
+            return Plan(dismissed=[member for member in going if kept and self.leaving[member].is_urgent(self.now_s)])
+        dismissed = []
+        room = self.max_size - len(self.staying(chosen))
+        for member in left_out:
+            stands_by = self.options.may_stand_by and room > 0
+            room -= stands_by or member not in survivors
+            is_surplus = member in survivors and not handover_only and not stands_by
+            if member in self.leaving or is_surplus or (self.wanted.num_workers is not None and room < 0):
+                dismissed.append(member)  # all others wait for the place of a member that leaves
+        return Plan(chosen, handover_only, dismissed)
+
+    def plan_task(self, requests: list[JoinRequest], newcomers: list[JoinRequest]) -> Plan:
+        """Plans a generation for a collective task that members of the last one are in: only they can finish it.
+
+        Chooses no members if there is no task, or if it is given up because all of its members are overdue. Overdue
+        members leave once the newest state is held by others or committed. Before that, one of them transfers or
+        commits it. Members that lag behind wait while others are inside a step's block, which has no state to send.
+
+        Args:
+            requests: of the survivors of the last generation.
+            newcomers: requests of other members, senior ones first.
+        """
+        if all(request.between_steps for request in requests):
+            return Plan()
+        newest = newest_of(requests)
+        dismissed = []
+        if not all(request.resumable for request in requests):
+            lagging = [request.member.id for request in requests if request.progress != newest]
+            dismissed = [member for member in lagging if member in self.leaving]
+            requests = [request for request in requests if request.progress == newest]
+            newest = newest_of(requests)
+        going = [request for request in requests if self.is_overdue(request.member.id)]
+        staying = [request for request in requests if request not in going]
+        if not staying or not keeps_state(staying, requests):
+            sources = [request for request in going if request.resumable and request.progress == newest]
+            if not sources:  # no other member can finish the task
+                return Plan(requests, dismissed=dismissed)
+            if not is_committed(requests):
+                sending = holders_of_newest(requests) if has_shards(requests) else sources[:1]
+                others = staying or newcomers[: max(0, self.max_size - len(sending))]
+                chosen = [*sending, *(request for request in others if request not in sending)]
+                dismissed += [request.member.id for request in going if request not in sending]
+                return Plan(chosen, True, dismissed)
+        in_task = any(not request.between_steps for request in staying)
+        return Plan(staying if in_task else [], dismissed=[*dismissed, *(request.member.id for request in going)])
+
+    def generation(self, plan: Plan, survivors: list[str], failure: str | None) -> FormedGeneration:
+        """Returns the planned generation, with its ranks. The last generation has ended with `failure`, and `survivors`
+        are left of it."""
+        chosen, handover_only = by_node(plan.chosen), plan.handover_only
+        newest = newest_of(chosen)
         ids, shard_size = {request.member.id for request in chosen}, self.options.shard_size
         return FormedGeneration(
             number=1 if self.before is None else self.before.number + 1,
@@ -247,7 +317,7 @@ def _group_size(requests: list[JoinRequest], shard_size: int) -> int:
     return shard_size or max(Counter(request.member.node_id for request in requests).values())
 
 
-def by_node(requests: list[JoinRequest]) -> list[JoinRequest]:
+def by_node(requests: Sequence[JoinRequest]) -> list[JoinRequest]:
     """Returns the requests in rank order: nodes by their most senior member, and by seniority within a node."""
     first = {request.member.node: index for index, request in reversed([*enumerate(requests)])}
     return sorted(requests, key=lambda request: first[request.member.node])
