@@ -287,7 +287,7 @@ class RunHandle:
         return result
 
     def _answers(self, request: int, within_s: float) -> list[dict[str, Any]]:
-        """Returns the answers of workers to a request, once all have come; see `MemberRequests.answers`."""
+        """Returns the answers of workers to a request, once all have come; see `Requests.answers`."""
         end = time.monotonic() + within_s
         while True:
             is_over = time.monotonic() >= end

@@ -24,7 +24,6 @@ from elastic_ddp.errors import ConfigError
 from elastic_ddp.rendezvous.coordinator import Coordinator
 from elastic_ddp.rendezvous.hang import AT_THE_START, ActivityReport
 from elastic_ddp.rendezvous.heartbeat import HeartbeatServer
-from elastic_ddp.rendezvous.member_requests import MemberRequests
 from elastic_ddp.rendezvous.members import JoinRequest, Member
 from elastic_ddp.rendezvous.messages import (
     NO_SIGNALS,
@@ -67,8 +66,6 @@ RendezvousHandle = Any
 NAMESPACE = "elastic_ddp"
 RENDEZVOUS_PREFIX = "rendezvous-"
 """A rendezvous actor has this prefix and the name of its run, in this namespace."""
-
-_MEMBER_REQUESTS = "_coordinator.member_requests"
 
 
 def _method_of(
@@ -169,18 +166,20 @@ class Rendezvous:
         activity: ActivityReport = AT_THE_START,
         received: int = 0,
     ) -> Signals:
-        """Takes a member's reports. Returns the signals for it, after a long poll if there are none. `received` as in
-        `Coordinator.signals`.
-        """
+        """Takes a member's reports. Returns the signals for it, after a long poll if there are none. `received` is the
+        number of the newest `MemberRequest` that the member has received."""
         self._coordinator.update(member, progress, activity)
-        signals = self._coordinator.signals(member, generation, received)
+        signals = self._signals(member, generation, received)
         if signals == NO_SIGNALS:
             await self._for_members.wait()
-            signals = self._coordinator.signals(member, generation, received)
+            signals = self._signals(member, generation, received)
         return signals
 
+    def _signals(self, member: Member, generation: int, received: int) -> Signals:
+        return self._coordinator.signals(member, generation, self._requests.for_member(member.id, received))
+
     plan_join = _method_of(Coordinator.plan_join)
-    answer = _method_of(MemberRequests.answer, _MEMBER_REQUESTS)
+    answer = _method_of(Requests.answer, "_requests")
     report = _method_of(Coordinator.report)
     why_not_commit = _method_of(Coordinator.why_not_commit)
     leave = _method_of(Requests.leave, "_requests")
@@ -218,9 +217,9 @@ class Rendezvous:
     committed = _method_of(Requests.committed, "_requests", polled=True)
     verify = _method_of(Requests.verify, "_requests")
     verified = _method_of(Requests.verified, "_requests", polled=True)
-    request_stacks = _method_of(MemberRequests.request_stacks, _MEMBER_REQUESTS)
-    request_profile = _method_of(MemberRequests.request_profile, _MEMBER_REQUESTS)
-    answers = _method_of(MemberRequests.answers, _MEMBER_REQUESTS)
+    request_stacks = _method_of(Requests.request_stacks, "_requests")
+    request_profile = _method_of(Requests.request_profile, "_requests")
+    answers = _method_of(Requests.answers, "_requests")
 
     # Background tasks.
 

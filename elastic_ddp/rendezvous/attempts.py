@@ -62,8 +62,7 @@ class Attempts:
         who = "a worker that starts"
         generation = membership.generation
         if membership.is_current(member):
-            assert membership.current is not None
-            rank, failed = next(ranked for ranked in enumerate(membership.current.members) if ranked[1].id == member)
+            rank, failed = next(ranked for ranked in membership.ranks() if ranked[1].id == member)
             who = f"rank {rank}"
         elif (
             (starting is not None and starting.is_standby)

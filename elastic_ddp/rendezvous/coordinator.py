@@ -15,10 +15,16 @@ from elastic_ddp.distributed.assignment import Assignment
 from elastic_ddp.errors import ElasticDDPError, StorageError
 from elastic_ddp.rendezvous.event_log import EventLog
 from elastic_ddp.rendezvous.hang import STANDBY, ActivityReport, HangDetector, find_mismatch
-from elastic_ddp.rendezvous.member_requests import MemberRequests
 from elastic_ddp.rendezvous.members import JoinRequest, Member
 from elastic_ddp.rendezvous.membership import LEFT, Membership
-from elastic_ddp.rendezvous.messages import DriverUpdate, Ended, PlannedAssignment, RendezvousOptions, Signals
+from elastic_ddp.rendezvous.messages import (
+    DriverUpdate,
+    Ended,
+    MemberRequest,
+    PlannedAssignment,
+    RendezvousOptions,
+    Signals,
+)
 from elastic_ddp.rendezvous.snapshot import Snapshot, State
 from elastic_ddp.telemetry import events
 from elastic_ddp.telemetry.event import Event, TrainingEvent
@@ -55,7 +61,6 @@ class Coordinator:
         self.membership = self.state.membership
         self.event_log = EventLog(self._snapshot)
         self.hangs = HangDetector(options.hang_timeout_s)
-        self.member_requests = MemberRequests(self.state, self.apply_request)
         self.standbys: set[str] = set()
         """Ids of workers that wait to replace another one."""
         self._formed: dict[str, Assignment] = {}
@@ -72,11 +77,6 @@ class Coordinator:
         self.record(events.RendezvousRestarted(generation=self.membership.generation, pid=os.getpid()))
         self.hangs.begin(members, time.monotonic())
         return members
-
-    def publish(self) -> None:
-        """Saves the state, and wakes the calls of members."""
-        self.save()
-        self.notify_members()
 
     def save(self) -> None:
         self._snapshot.save(self.state)
@@ -143,7 +143,7 @@ class Coordinator:
         return self._as_planned(places.get(member.id) or max(places.values(), default=None))
 
     def _as_planned(self, place: tuple[int, int] | None) -> PlannedAssignment | None:
-        return None if place is None else PlannedAssignment(*place, step=self.event_log.progress.get("step", 0))
+        return None if place is None else PlannedAssignment(*place, step=self.event_log.step)
 
     def mark_failed(self, member: str, how: str, *, is_hang: bool = False) -> None:
         """Records that a member has failed, and ends its generation."""
@@ -155,9 +155,9 @@ class Coordinator:
             if membership.is_current(member):
                 self.record_failure(how, member=member)
             elif self.event_log.ended is None and (starting is None or starting.node_id not in membership.draining):
-                failed = events.NewcomerFailed(generation=membership.generation, member=member, error=how)
                 standby = starting.process if starting is not None and starting.is_standby else None
-                self.record(replace(failed, standby=standby))
+                generation = membership.generation
+                self.record(events.NewcomerFailed(generation=generation, member=member, error=how, standby=standby))
         self.standbys.discard(member)
         self._planned = {}
         self.form()
@@ -188,11 +188,8 @@ class Coordinator:
         else:
             self.standbys.discard(member.id)
 
-    def signals(self, member: Member, generation: int, received: int) -> Signals:
-        """Returns the signals for a member of a generation.
-
-        `received` is the number of the newest `MemberRequest` that the member has received.
-        """
+    def signals(self, member: Member, generation: int, requests: tuple[MemberRequest, ...]) -> Signals:
+        """Returns the signals for a member of a generation, and `requests` for it."""
         membership = self.membership
         wanted = membership.wanted
         now_s = time.monotonic()
@@ -206,7 +203,7 @@ class Coordinator:
             planned=self.planned_place_of(member.id) if reconfigure and membership.has_time(now_s, PREPARE_S) else None,
             commit=wanted.commits.open,
             verify=wanted.verified_steps.open if is_current else 0,
-            requests=self.member_requests.of(member.id, received),
+            requests=requests,
         )
 
     def why_not_commit(self, member: Member, generation: int) -> str | None:
@@ -238,9 +235,7 @@ class Coordinator:
             return
         if formed.source is None:
             self.state.restored = formed.number
-        reported = self.event_log.progress.get("step", 0)
-        speed = self.event_log.steps_per_s or 0.0
-        self.state.attempts.generation_formed(formed, reported, speed)
+        self.state.attempts.generation_formed(formed, self.event_log.step, self.event_log.steps_per_s or 0.0)
         recovered_s = self.state.shortfall.formed(formed, membership.limit, now_s)
         self.save()
         self.hangs.begin([member.id for member in formed.members], now_s)
@@ -259,7 +254,8 @@ class Coordinator:
             self.record(events.WorkerLeft(generation=self.membership.generation, member=member, kind=kind))
         if dismissed:
             self.state.recorded_dismissals += len(dismissed)
-            self.publish()
+            self.save()
+            self.notify_members()
 
     def plan(self, now_s: float) -> None:
         """Updates whether membership should change and the places that members get then, both at once."""
@@ -284,7 +280,8 @@ class Coordinator:
         commits = self.membership.wanted.commits
         if newest > commits.fulfilled:
             commits.fulfilled = newest
-            self.publish()
+            self.save()
+            self.notify_members()
 
     # The ledger, the driver, and the end.
 

@@ -62,6 +62,11 @@ class EventLog:
         return None if self.outcome is None else str(self.outcome["status"])
 
     @property
+    def step(self) -> int:
+        """Steps done by the newest progress report."""
+        return int(self.progress.get("step", 0))
+
+    @property
     def steps_per_s(self) -> float | None:
         return self._rate.steps_per_s
 

@@ -11,8 +11,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple, TypeAlias, get_args
 
 from elastic_ddp.errors import ElasticDDPError, StorageError, TrainFunctionError, shorten
 from elastic_ddp.rendezvous.user_place import Frame, collective_of, frames_of, user_place
@@ -29,7 +28,6 @@ STORING: Place = "commit"
 """The place where it waits for the storage."""
 STANDBY: Place = "standby"
 """The place where it waits to replace another worker."""
-
 
 _SAME_CALLS = (
     "Make the same calls in the same order on every rank: let step.index decide, never run.rank, and leave the loop at "
@@ -188,16 +186,9 @@ class Activity:
         self.enter(*before)
 
 
-@dataclass(frozen=True)
-class Consequence:
-    """The consequence of a hang. One field is set."""
-
-    culprits: Mapping[str, str] = field(default_factory=dict)
-    """Members that count as failed, and how they failed."""
-    failure: str | None = None
-    """Why the generation ends, if no single member is responsible."""
-    end: ElasticDDPError | None = None
-    """The error that ends the run."""
+Consequence: TypeAlias = dict[str, str] | str | ElasticDDPError
+"""Of a hang: the members that count as failed, and how they failed; or why the generation ends, if no single member is
+responsible; or the error that ends the run."""
 
 
 class HangDetector:
@@ -236,7 +227,7 @@ class HangDetector:
         return {rank: report for rank, report in reports.items() if report.is_idle}
 
     def decide(self, *, is_broken: bool) -> Consequence:
-        """Returns what to do about a hang. Members of a broken generation should have come to the rendezvous."""
+        """Decides on a hang. Members of a broken generation should have come to the rendezvous."""
         places = self.places()
         duration = f"for {self.timeout_s:g} s (hang_timeout_s)"
         waiting = ("rendezvous",) if is_broken else WAITING
@@ -247,7 +238,7 @@ class HangDetector:
                 user_code = self._last[member][0].where
                 at = f", at {user_code}," if user_code else ""
                 culprits[member] = f"hung in '{places[member]}'{at} {duration} while others waited for it"
-            return Consequence(culprits)
+            return culprits
         where = ", ".join(sorted(set(places.values())))
         user_places = [
             f"rank {rank} at {report.where}" for rank, (report, _) in enumerate(self._last.values()) if report.where
@@ -258,24 +249,19 @@ class HangDetector:
         some_may_wait = len(places) > 1 and any(place in MAY_BE_WAITING for place in places.values())
         none_came_after_abort = is_broken and "rendezvous" not in places.values()
         if (all_wait or some_may_wait) and not none_came_after_abort:
-            return Consequence(
-                failure=f"no progress on any worker {duration}, in '{where}', and no single worker is responsible. "
+            return (
+                f"no progress on any worker {duration}, in '{where}', and no single worker is responsible. "
                 f"{code}`elastic-ddp stacks <storage>/<name>` shows where. Raise hang_timeout_s if a step may take "
                 "longer."
             )
         if not all_wait and all(place in (*WAITING, STORING) for place in places.values()):
-            return Consequence(
-                end=StorageError(
-                    f"no save made progress {duration}: the storage does not respond. "
-                    "`elastic-ddp stacks <storage>/<name>` shows where. Repair the storage and run the same command "
-                    "again."
-                )
+            return StorageError(
+                f"no save made progress {duration}: the storage does not respond. `elastic-ddp stacks "
+                "<storage>/<name>` shows where. Repair the storage and run the same command again."
             )
-        return Consequence(
-            end=TrainFunctionError(
-                f"all workers were in '{where}' without progress {duration}. {code}`elastic-ddp stacks "
-                "<storage>/<name>` shows where. Raise hang_timeout_s if that may take longer."
-            )
+        return TrainFunctionError(
+            f"all workers were in '{where}' without progress {duration}. {code}`elastic-ddp stacks "
+            "<storage>/<name>` shows where. Raise hang_timeout_s if that may take longer."
         )
 
 

@@ -16,7 +16,6 @@ DRAIN, RESIZE = "drain", "resize"
 OVERDUE = "the drain deadline of a member was near"
 """Why a generation ended inside a step although no member failed."""
 
-
 Progress: TypeAlias = tuple[int, int]
 """How new a state is: the steps done, and the updates done of the next step."""
 

@@ -166,11 +166,6 @@ class RendezvousOptions:
     """Host, process id and job of the driver, and the run's URI, for `status`."""
 
     @property
-    def evenly_divided(self) -> int | None:
-        """The number of micro-batches that a generation's size must divide; None for any size."""
-        return self.num_micro_batches if self.even_micro_batches else None
-
-    @property
     def may_stand_by(self) -> bool:
         """Whether workers may have to wait because a generation cannot have every size."""
         return self.even_micro_batches or self.shard_size is not None

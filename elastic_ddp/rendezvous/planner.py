@@ -69,7 +69,7 @@ class Planner:
         notices = [self.leaving[request.member.id] for request in requests if request.member.id in self.leaving]
         if len(staying) < self.min_size and notices and not any(notice.is_urgent(self.now_s) for notice in notices):
             staying = requests  # leaving members are needed, and have the time
-        most = self._most_of(staying)
+        most = largest_size(staying, self.max_size, self.options)
         if has_shards(requests) and not keeps_state(staying[:most], requests):
             staying = replicas_last(staying)
             if not keeps_state(staying[:most], requests):
@@ -171,14 +171,9 @@ class Planner:
         If no member stays, or the members that stay lack the memory, all members keep shards in order to commit them.
         """
         staying = by_seniority(self.staying(chosen), survivors)
-        most = self._most_of(staying)
+        most = largest_size(staying, self.max_size, self.options)
         keeping = staying[: most if most >= self.min_size_by_memory else 0] or chosen
         return {request.member.id for request in keeping}
-
-    def _most_of(self, staying: list[JoinRequest]) -> int:
-        """Returns how many of the members that stay can form a generation, senior ones first."""
-        options = self.options
-        return largest_size(staying, self.max_size, micro_batches=options.evenly_divided, shard_size=options.shard_size)
 
 
 def reason_for(before: FormedGeneration | None, failure: str | None, after: Set[str], *, handover_only: bool) -> str:
@@ -287,19 +282,11 @@ def resharding(
     return Resharding(num, tuple(held_of(request, newest, num) for request in requests), kept, num_after)
 
 
-def largest_size(
-    requests: list[JoinRequest], most: int, *, micro_batches: int | None = None, shard_size: int | None = None
-) -> int:
-    """Returns how many of these requests, senior ones first, can form a generation, at most `most`.
-
-    Args:
-        requests: the candidates.
-        most: the largest size.
-        micro_batches: the number of micro-batches that the size must divide; None for any size.
-        shard_size: see `RendezvousOptions.shard_size`.
-    """
+def largest_size(requests: list[JoinRequest], most: int, options: RendezvousOptions) -> int:
+    """Returns how many of these requests, senior ones first, can form a generation, at most `most`."""
+    shard_size = options.shard_size
     for size in range(min(most, len(requests)), 0, -1):
-        is_even = micro_batches is None or micro_batches % size == 0
+        is_even = not options.even_micro_batches or options.num_micro_batches % size == 0
         if is_even and (shard_size is None or size % _group_size(requests[:size], shard_size) == 0):
             return size
     return 0

@@ -1,14 +1,29 @@
-"""Requests of users, nodes and members to a run: leave, drain, resize, commit, verify, stop; and its status."""
+"""Requests of users, nodes and members to a run, and its status."""
 
 from __future__ import annotations
 
 import os
 import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from typing import Any
 
 from elastic_ddp.rendezvous.coordinator import Coordinator
 from elastic_ddp.rendezvous.members import DrainNotice, Member
+from elastic_ddp.rendezvous.messages import MemberRequest, ProfileRequest
 from elastic_ddp.telemetry import events
+
+MAX_OPEN = 32
+"""Number of requests that are kept for their callers."""
+
+
+@dataclass
+class _Open:
+    request: MemberRequest
+    members: list[tuple[int | None, Member]]
+    """The members, with their ranks."""
+    answers: dict[str, Mapping[str, Any]] = field(default_factory=dict)
 
 
 class Requests:
@@ -25,12 +40,13 @@ class Requests:
         self._wanted = coordinator.membership.wanted
         self._about = about
         self._waiting_for: str | None = None
+        self._open: dict[int, _Open] = {}
+        """The newest requests that members answer."""
 
     def leave(self, member: Member, within_s: float, why: str) -> None:
         """Asks a member to leave at a step boundary, within a number of seconds."""
         if self._membership.why_gone(member.id) is None:
-            event = events.DrainNoticed(member=member.id, node=member.node, within_s=within_s, by=why)
-            self._coordinator.record(event)
+            self._coordinator.record(events.DrainNoticed(member=member.id, node=member.node, within_s=within_s, by=why))
             self._membership.ask_to_leave([member.id], DrainNotice(time.monotonic(), within_s))
             self._coordinator.apply_request()
 
@@ -113,6 +129,81 @@ class Requests:
     def verified(self, request: int) -> str | None:
         """Returns what the requested step found, "" if all bits were equal; None if it has not been done."""
         return None if self._wanted.verified_steps.fulfilled < request else self._wanted.finding
+
+    # Requests for stacks or profiles, which members answer. A restarted rendezvous process loses them.
+
+    def request_stacks(self) -> int:
+        """Asks all workers for the stacks of their threads. Returns the number of the request, for `answers`."""
+        ranks = {member.id: rank for rank, member in self._membership.ranks()}
+        starting = self._coordinator.state.attempts.starting.values()
+        members = {member.id: member for member in (*self._membership.known(), *starting)}
+        alive = [member for member in members.values() if self._membership.why_gone(member.id) is None]
+        return self._add([(ranks.get(member.id), member) for member in alive])
+
+    def request_profile(self, ranks: list[int] | None, num_steps: int, memory: bool) -> int | str:
+        """Asks ranks, by default all, for traces of the next steps. Returns the request's number, or why that fails."""
+        members = dict(self._membership.ranks())
+        generation = self._membership.generation
+        chosen = list(members) if ranks is None else ranks
+        for each in self._open.values():
+            profile = each.request.profile
+            is_open = any(self._answer(each, who.id) is None for _, who in each.members)
+            if profile is not None and profile.generation == generation and is_open:
+                return "another profile is not complete yet"  # ranks start together, and would wait for each other
+        if not self._membership.is_training():
+            return "it does not train at the moment"
+        missing = [rank for rank in chosen if rank not in members]
+        if missing:
+            return f"rank {missing[0]} has just left"
+        profile = ProfileRequest(
+            generation=generation,
+            ranks=tuple(chosen),
+            num_steps=num_steps,
+            memory=memory,
+            folder=f"profiles/{datetime.now(UTC):%Y%m%dT%H%M%SZ}",
+        )
+        return self._add([(rank, members[rank]) for rank in chosen], profile)
+
+    def _add(self, members: list[tuple[int | None, Member]], profile: ProfileRequest | None = None) -> int:
+        if len(self._open) == MAX_OPEN:
+            del self._open[min(self._open)]
+        state = self._coordinator.state
+        state.member_requests += 1
+        number = state.member_requests
+        self._open[number] = _Open(MemberRequest(number=number, profile=profile), members)
+        self._coordinator.apply_request()
+        return number
+
+    def _answer(self, each: _Open, member: str) -> Mapping[str, Any] | None:
+        """Returns a member's answer, which is an `error` if it is gone; None while that is open."""
+        gone = self._membership.why_gone(member)
+        return each.answers.get(member) or (None if gone is None else {"error": gone.partition("\n")[0]})
+
+    def for_member(self, member: str, after: int) -> tuple[MemberRequest, ...]:
+        """Returns the requests to a member that it has not received, with numbers above `after`."""
+        new = [each for number, each in self._open.items() if number > after]
+        return tuple(each.request for each in new if any(who.id == member for _, who in each.members))
+
+    def answer(self, member: Member, number: int, answer: Mapping[str, Any]) -> None:
+        """Takes a member's answer to a request: its facts, or an `error`. The first one counts."""
+        each = self._open.get(number)
+        if each is not None:
+            each.answers.setdefault(member.id, answer)
+
+    def answers(self, number: int) -> list[dict[str, Any]] | None:
+        """Returns a dict for each member: its `rank`, `node`, `pid`, `id`, and its `answer`, None while that is open.
+
+        A member that failed or left has an `error` as answer. Returns None if the request is not known.
+        """
+        each = self._open.get(number)
+        if each is None:
+            return None
+        return [
+            {"rank": rank, "node": who.node, "pid": who.pid, "id": who.id, "answer": self._answer(each, who.id)}
+            for rank, who in each.members
+        ]
+
+    # Status.
 
     def set_waiting_for(self, reason: str | None) -> None:
         """Takes from the driver what the run waits for, for `status`."""

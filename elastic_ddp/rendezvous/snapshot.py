@@ -32,7 +32,7 @@ class State:
     recorded_dismissals: int = 0
     """Number of dismissed members that have a `worker_left` event."""
     member_requests: int = 0
-    """Number of requests to members so far; see `MemberRequests`."""
+    """Number of requests to members so far; see `Requests`."""
     attempts: Attempts = field(default_factory=Attempts)
     """Failures since the run last made progress."""
     shortfall: Shortfall = field(default_factory=Shortfall)

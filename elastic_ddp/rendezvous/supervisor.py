@@ -28,9 +28,8 @@ class Supervisor:
         self._requests = requests
         self._not_joined: dict[str, float] = {}
         """Workers that were started and have not joined, and since when."""
-        self._stacks_requested_at: float | None = None
-        """When all members of a hang were asked for their stacks, by `_stacks_request`."""
-        self._stacks_request = 0
+        self._stacks: tuple[int, float] | None = None
+        """The request for the stacks of members that hang, and its time."""
 
     def supervise(
         self, started: list[str], starting: int, draining: dict[str, float], died: dict[str, str]
@@ -92,8 +91,9 @@ class Supervisor:
             coordinator.notify_members()
         coordinator.check_sections()
         self._check_for_hang(now_s)
-        step = coordinator.event_log.progress.get("step", 0)
-        error = self._attempts.verdict(step, membership, now_s, coordinator.options.heartbeat_timeout_s)
+        error = self._attempts.verdict(
+            coordinator.event_log.step, membership, now_s, coordinator.options.heartbeat_timeout_s
+        )
         if error is not None:
             self._fail_with_commit(error)
         coordinator.save()
@@ -117,13 +117,13 @@ class Supervisor:
         if self._membership.all_wait():  # waiting for workers is not a hang
             self._hangs.begin(self._hangs.places(), now_s)
         if self._coordinator.event_log.ended is not None or not self._hangs.is_hung(now_s):
-            self._stacks_requested_at = None
-        elif self._stacks_requested_at is None:
-            self._stacks_requested_at = now_s
-            self._stacks_request = self._coordinator.member_requests.request_stacks()
-        elif now_s - self._stacks_requested_at >= STACKS_WITHIN_S:
-            self._stacks_requested_at = None
-            for each in self._coordinator.member_requests.answers(self._stacks_request) or []:
+            self._stacks = None
+        elif self._stacks is None:
+            self._stacks = (self._requests.request_stacks(), now_s)
+        elif now_s - self._stacks[1] >= STACKS_WITHIN_S:
+            answers = self._requests.answers(self._stacks[0]) or []
+            self._stacks = None
+            for each in answers:
                 if each["rank"] is not None and "stacks" in (each["answer"] or {}):
                     self._coordinator.record(events.StacksRecorded(member=each["id"], **each["answer"]))
             self._end_hang(now_s)
@@ -131,14 +131,15 @@ class Supervisor:
     def _end_hang(self, now_s: float) -> None:
         coordinator, membership, places = self._coordinator, self._membership, self._hangs.places()
         consequence = self._hangs.decide(is_broken=membership.failure is not None)
-        facts: Any = {"places": places, "culprits": [*consequence.culprits], "seconds": self._hangs.timeout_s}
+        culprits = consequence if isinstance(consequence, dict) else {}
+        facts: Any = {"places": places, "culprits": [*culprits], "seconds": self._hangs.timeout_s}
         coordinator.record(events.HangDetected(generation=membership.generation, **facts))
         self._hangs.begin(places, now_s)  # the other members get another timeout
-        for member, how in consequence.culprits.items():
+        for member, how in culprits.items():
             coordinator.mark_failed(member, how, is_hang=True)
-        if consequence.failure is not None:
-            membership.break_generation(consequence.failure)
-            coordinator.record_failure(consequence.failure)
-        if consequence.end is not None:
-            coordinator.fail(consequence.end)
+        if isinstance(consequence, str):
+            membership.break_generation(consequence)
+            coordinator.record_failure(consequence)
+        if isinstance(consequence, ElasticDDPError):
+            coordinator.fail(consequence)
         coordinator.form()

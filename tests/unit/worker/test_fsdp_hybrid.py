@@ -11,6 +11,7 @@ from elastic_ddp.config.run_config import RunConfig
 from elastic_ddp.distributed.assignment import Resharding, Shards
 from elastic_ddp.errors import ConfigError
 from elastic_ddp.rendezvous.members import JoinRequest, Member
+from elastic_ddp.rendezvous.messages import RendezvousOptions
 from elastic_ddp.rendezvous.planner import largest_size, resharding, shared_by
 from tests.fsdp_workers import Fault, Plan, generations, hashes, hold, wait_for_size, workers
 from tests.unit.worker.test_fsdp_deaths import trained
@@ -121,7 +122,8 @@ def requests_of(nodes: str) -> list[JoinRequest]:
 )
 def test_workers_that_fill_no_group_stand_by(nodes: str, shard_size: int, size: int, group: int | None) -> None:
     requests = requests_of(nodes)
-    assert largest_size(requests, 8, shard_size=shard_size) == size
+    options = RendezvousOptions(min_workers=1, max_workers=8, heartbeat_timeout_s=30.0, shard_size=shard_size)
+    assert largest_size(requests, 8, options) == size
     assert shared_by(requests[:size], shard_size) == group
 
 
