@@ -1,7 +1,7 @@
 """The rendezvous actor of a run: it hosts the generations' store, and connects workers, controller and driver.
 
-It replaces torchrun's rendezvous. `Membership` decides, and `Coordinator` carries that out. This module blocks calls
-until there is an answer.
+It replaces torchrun's rendezvous. `Membership` decides, `Coordinator` applies its decisions, and this module blocks
+calls until there is an answer.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Carries out what `Membership` decides: answers to members, signals, generations, and the events of the ledger.
-
-No Ray, threads or asyncio.
-"""
+"""Applies the decisions of `Membership`: answers to members, signals, generations and events. No Ray or asyncio."""
 
 from __future__ import annotations
 
@@ -34,7 +31,7 @@ PREPARE_S = 5.0
 
 
 class Coordinator:
-    """Applies reports to the state of a run, and publishes what follows. For one thread.
+    """Applies the reports of members to the state of a run. For one thread.
 
     Args:
         options: of the run.
@@ -171,7 +168,7 @@ class Coordinator:
         self.notify_members()
 
     def retire(self, member: Member) -> None:
-        """Removes a member that is done. It has failed if its generation continues."""
+        """Removes a member that is done. The member has failed if its generation continues."""
         is_alive = self.membership.is_current(member.id) and self.membership.why_gone(member.id) is None
         if is_alive and self.event_log.ended is None:
             self.mark_failed(member.id, "it left its generation without being asked to")
@@ -218,7 +215,7 @@ class Coordinator:
     # Generations.
 
     def apply_request(self) -> None:
-        """Saves a request and does what follows from it."""
+        """Saves a request, and forms or plans a generation that follows from it."""
         self.save()
         self.form()
         self.plan(time.monotonic())
@@ -249,11 +246,14 @@ class Coordinator:
         self.notify_members()
 
     def record_dismissals(self) -> None:
-        dismissed = list(self.membership.dismissed.items())[self.state.recorded_dismissals :]
-        for member, kind in dismissed:
-            self.record(events.WorkerLeft(generation=self.membership.generation, member=member, kind=kind))
-        if dismissed:
-            self.state.recorded_dismissals += len(dismissed)
+        """Records the members that left because they were asked to."""
+        dismissed, recorded = self.membership.dismissed, self.state.recorded_dismissals
+        new = [member for member in dismissed if member not in recorded]
+        for member in new:
+            generation = self.membership.generation
+            self.record(events.WorkerLeft(generation=generation, member=member, kind=dismissed[member]))
+        if new:
+            self.state.recorded_dismissals = {*dismissed}
             self.save()
             self.notify_members()
 

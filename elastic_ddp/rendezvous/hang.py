@@ -19,15 +19,15 @@ from elastic_ddp.rendezvous.user_place import Frame, collective_of, frames_of, u
 Waiting = Literal["reduction", "rendezvous", "hand-over", "collective", "leaving", "shares"]
 """Places where the training thread of a worker waits for its peers."""
 MaybeWaiting = Literal["forward", "backward", "optimizer", "evaluation", "between steps"]
-"""Places where it may wait for peers: FSDP gathers parameters there, or user code runs a collective."""
+"""Places where the thread may wait for peers: FSDP gathers parameters, or user code runs a collective."""
 Place = Literal["start", "warm-up", "standby", "data", "commit", Waiting, MaybeWaiting]
 """Places of a worker's training thread."""
 WAITING: tuple[Place, ...] = get_args(Waiting)
 MAY_BE_WAITING: tuple[Place, ...] = get_args(MaybeWaiting)
 STORING: Place = "commit"
-"""The place where it waits for the storage."""
+"""The place where the thread waits for the storage."""
 STANDBY: Place = "standby"
-"""The place where it waits to replace another worker."""
+"""The place where the thread of a standby waits to replace another worker."""
 
 _SAME_CALLS = (
     "Make the same calls in the same order on every rank: let step.index decide, never run.rank, and leave the loop at "
@@ -187,8 +187,8 @@ class Activity:
 
 
 Consequence: TypeAlias = dict[str, str] | str | ElasticDDPError
-"""Of a hang: the members that count as failed, and how they failed; or why the generation ends, if no single member is
-responsible; or the error that ends the run."""
+"""The consequence of a hang: the members that count as failed, and how they failed; or why the generation ends, if no
+single member is responsible; or the error that ends the run."""
 
 
 class HangDetector:

@@ -30,7 +30,7 @@ PROCESS_GONE = "its process is gone"
 BATCH_S = 0.5
 """How long a newcomer waits for others before it asks training to let it join."""
 STARTING_WAIT_S = 5.0
-"""The same while other workers are starting. Training continues meanwhile."""
+"""How long a newcomer waits while other workers are starting. Training continues meanwhile."""
 _SHORTER_BY_S = 1.0
 """By how much a drain deadline must move forward to count as a new one."""
 
@@ -46,11 +46,11 @@ class Membership:
 
     options: RendezvousOptions
     wanted: Wanted = field(default_factory=Wanted)
-    """The requests of users, which other code changes."""
+    """The requests of users, which `Requests` adds."""
     generation: int = 0
     current: FormedGeneration | None = None
     failure: str | None = None
-    """How the current generation failed, if it did."""
+    """How the current generation has failed; None while it is healthy."""
     dismissed: dict[str, str] = field(default_factory=dict)
     """Members that left because they were asked to, and why: `DRAIN` or `RESIZE`."""
     draining: dict[str, DrainNotice] = field(default_factory=dict)
@@ -70,7 +70,7 @@ class Membership:
     _min_size_by_memory: int = 1
     """The smallest generation that has memory for the state."""
     _too_few_since: float | None = None
-    """When all survivors waited and were too few; None while that is not so."""
+    """Since when all survivors wait and are too few for a generation; None otherwise."""
 
     def join(self, request: JoinRequest) -> str | None:
         """Takes a join request. Returns why it is refused, or None."""
@@ -137,7 +137,7 @@ class Membership:
         return True
 
     def admit(self, node_id: str) -> None:
-        """Admits workers on a drained node again. Members on it that were to leave, and have not left, stay."""
+        """Ends the drain of a node: it may have workers again, and its members that have not left need not leave."""
         notice = self.draining.pop(node_id, None)
         for member in self.known():
             if member.node_id == node_id and self._leaving.get(member.id) == notice:
@@ -206,7 +206,7 @@ class Membership:
         return is_committed([*self._waiting.values()])
 
     def has_joined(self, member: str) -> bool:
-        """Whether a worker has ever sent a join request, or failed before."""
+        """Whether a worker has sent a join request or has failed."""
         return member in self._gone or member in self._waiting or self.is_current(member)
 
     def failed(self) -> dict[str, str]:

@@ -96,7 +96,7 @@ class WorkerDirectives(NamedTuple):
     failed: dict[str, str]
     """Failed members, and how they failed."""
     newcomers: list[str]
-    """Workers that have never trained, while others have. Their failure costs only their start."""
+    """Workers that have never trained, while others have. The failure of a newcomer costs only its start."""
     dismissed: list[str]
     """Members that left because they were asked to."""
     leaving: list[str]
@@ -127,7 +127,7 @@ class Numbered:
 
 @dataclass
 class Wanted:
-    """The requests of users that are in force."""
+    """The requests of users that are in force. `Requests` adds them, and `Coordinator` fulfills them."""
 
     num_workers: int | None = None
     """The number of workers of the newest resize; None for as many as fit."""

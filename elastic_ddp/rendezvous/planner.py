@@ -79,7 +79,7 @@ class Planner:
                 return [*holding, *others[: max(0, self.options.max_workers - len(holding))]], True
         if not keeps_state(staying, requests):
             # Only leaving members hold the newest state. One of them transfers it, or commits it if no member can
-            # receive it. That matters more than min_workers.
+            # receive it. The state matters more than min_workers.
             return [*select_with_newest(requests, 1), *staying[: self.max_size - 1]], True
         chosen = select_with_newest(staying, most)
         if len(chosen) >= self.min_size:

@@ -20,6 +20,8 @@ MAX_OPEN = 32
 
 @dataclass
 class _Open:
+    """A request to members, and their answers so far, by member."""
+
     request: MemberRequest
     members: list[tuple[int | None, Member]]
     """The members, with their ranks."""
@@ -27,7 +29,7 @@ class _Open:
 
 
 class Requests:
-    """Applies requests through the coordinator. Answers are numbers of requests, or plain values.
+    """Takes requests, and applies them to the state of the run.
 
     Args:
         coordinator: of the run.

@@ -29,8 +29,8 @@ class State:
     """The newest generation in which no member held a state, so that it started from the newest commit."""
     failed_saves: int = 0
     """Number of failed saves since the newest commit, on any rank."""
-    recorded_dismissals: int = 0
-    """Number of dismissed members that have a `worker_left` event."""
+    recorded_dismissals: set[str] = field(default_factory=set)
+    """Dismissed members that have a `worker_left` event."""
     member_requests: int = 0
     """Number of requests to members so far; see `Requests`."""
     attempts: Attempts = field(default_factory=Attempts)

@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 GPU_RELEASE_TIMEOUT_S = 30.0
-"""How long the worker that failed may take to end. It is killed, and its memory of the GPU is free then."""
+"""How long the killed process of a failed worker may take to end and free its GPU memory."""
 
 _has_place = threading.Event()
 _has_place.set()
@@ -78,7 +78,7 @@ def process_state(pid: int) -> str:
 
 
 def has_ended(pid: int) -> bool:
-    """Returns whether a process has ended. It stays in the list of processes until its parent asks for it."""
+    """Returns whether a process has ended. An ended process stays in /proc until its parent waits for it."""
     return process_state(pid) in "ZX"
 
 

@@ -1,4 +1,4 @@
-"""What is due by the clock, and the controller's instructions: hangs, failed starts, and runs without progress."""
+"""Supervises the workers of a run: ends hangs, late starts and runs without progress, and instructs the controller."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ STACKS_WITHIN_S = 2.0
 
 
 class Supervisor:
-    """Watches the workers of a run, through the coordinator."""
+    """Checks workers on each tick, and on each call of the controller."""
 
     def __init__(self, coordinator: Coordinator, requests: Requests) -> None:
         self._coordinator = coordinator
@@ -47,7 +47,6 @@ class Supervisor:
         self._check_started(started)
         coordinator.record_dismissals()
         membership.update_workers(started, starting)
-        coordinator.state.recorded_dismissals = len(membership.dismissed)
         for node_id, seconds in draining.items():
             self._requests.drain_node(node_id, seconds, "Ray")
         if coordinator.is_over and not membership.known():
@@ -100,11 +99,12 @@ class Supervisor:
 
     def _fail_with_commit(self, error: ElasticDDPError) -> None:
         """Ends the run, once members that wait for others have committed their state."""
-        membership, commits = self._membership, self._membership.wanted.commits
+        membership = self._membership
         if membership.all_wait() and not membership.has_committed():
-            if not commits.open:
-                commits.newest += 1
-            self._coordinator.apply_request()
+            if self._membership.wanted.commits.open:
+                self._coordinator.apply_request()
+            else:
+                self._requests.checkpoint()
         current = membership.current
         if not (membership.is_training() and current is not None and current.handover_only):
             self._coordinator.fail(error)

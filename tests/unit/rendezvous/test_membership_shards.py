@@ -103,6 +103,15 @@ def test_a_shard_is_lost_with_its_owner_and_its_mirror() -> None:
     assert harness.formed().first_step is None
 
 
+def test_a_run_restarts_from_a_commit_if_shards_are_lost_inside_a_step() -> None:
+    harness = harness_of("abc")
+    for name in "bc":
+        harness.membership.mark_failed(name, FAILED)
+    all_mirror(harness, "a", 5, of=3, between_steps=False, resumable=False)
+    formed = harness.formed()
+    assert (ids_of(formed), formed.source) == (["a"], None)
+
+
 def test_a_member_that_leaves_need_not_hand_over_what_is_mirrored() -> None:
     harness = harness_of("abc")
     harness.membership.ask_to_leave("a", AT_ONCE)
