@@ -37,13 +37,18 @@ from tests.unit.rendezvous_harness import (
 def test_events_reach_the_driver_in_order_with_the_newest_progress(play: Play) -> None:
     async def scenario(rendezvous: Rendezvous) -> None:
         await started(rendezvous, size=1)
-        await report(rendezvous, [ledger_event("one"), ledger_event("two")], {"step": 1})
-        await report(rendezvous, [ledger_event("three")], {"step": 2})
+        await report(rendezvous, [ledger_event("first_step"), ledger_event("commit_started")], {"step": 1})
+        await report(rendezvous, [ledger_event("commit_succeeded")], {"step": 2})
         assert await rendezvous.poll_signals(member("a", 0, 1), 1, {"step": 3}) == NO_SIGNALS
         news = await rendezvous.wait_for_update(0)
-        assert [event.event for event in news.events] == ["generation_formed", "one", "two", "three"]
+        assert [event.event for event in news.events] == [
+            "generation_formed",
+            "first_step",
+            "commit_started",
+            "commit_succeeded",
+        ]
         assert (news.progress, news.outcome) == ({"step": 3}, None)
-        assert [event.event for event in (await rendezvous.wait_for_update(3)).events] == ["three"]
+        assert [event.event for event in (await rendezvous.wait_for_update(3)).events] == ["commit_succeeded"]
 
     play(scenario)
 
@@ -146,7 +151,7 @@ def test_progress_and_accounts_of_a_failed_member_do_not_count(play: Play, long_
 
     async def scenario(rendezvous: Rendezvous) -> None:
         await started(rendezvous)
-        await report(rendezvous, [ledger_event("one")], {"step": 7}, "a1", 1)
+        await report(rendezvous, [ledger_event("first_step")], {"step": 7}, "a1", 1)
         await rendezvous.mark_failed("a0", "no heartbeat for 5 s")
         await report(rendezvous, [ended], {"step": 3}, "a0", 1)
         assert (await rendezvous.status())["step"] == 7
@@ -274,7 +279,7 @@ def test_delivered_events_leave_the_snapshot(tmp_path: Path, monkeypatch: pytest
     assert second.num_events == 1001 and second.ended == "finished"
     assert second.after(1000) == [ledger_event("commit_succeeded", step=1000)]
     assert second.last(StepsCompleted) == ledger_event("steps_completed", step=1000)
-    assert not second.add(ledger_event("again"), "a0", 1001), "a repeated call adds nothing"
+    assert not second.add(ledger_event("first_step"), "a0", 1001), "a repeated call adds nothing"
 
 
 def test_an_event_has_its_time_by_the_clock_of_the_driver_whatever_a_workers_clock_shows(play: Play) -> None:
@@ -283,9 +288,11 @@ def test_an_event_has_its_time_by_the_clock_of_the_driver_whatever_a_workers_clo
         before = time.time()
         for number, clock in enumerate((1000.0, before + 3600.0)):
             sender = f"a{number}"
-            await rendezvous.report(ledger_event("one", at=clock - 2.0), None, sender, 1, clock)
-            await rendezvous.report(ledger_event("one", at=clock), None, sender, 2, clock - 60.0)  # sent a minute ago
-        times = [event.at for event in await events_of(rendezvous, "one")]
+            await rendezvous.report(ledger_event("first_step", at=clock - 2.0), None, sender, 1, clock)
+            await rendezvous.report(
+                ledger_event("first_step", at=clock), None, sender, 2, clock - 60.0
+            )  # sent a minute ago
+        times = [event.at for event in await events_of(rendezvous, "first_step")]
         assert times == pytest.approx([before - 2.0, before, before - 2.0, before], abs=10.0)
 
     play(scenario)
