@@ -170,7 +170,7 @@ class EventLog:
 def _identity(event: AgreedEvent) -> tuple[str, ...]:
     """Returns the identity of an event: equal in all ranks' reports of this event, and in no other event."""
     # As text, because NaN is not equal to itself.
-    return tuple(str(getattr(event, name, None)) for name in ("event", "generation", "step", "name", "loss"))
+    return tuple(str(getattr(event, name, None)) for name in ("event", "generation", "step", "name", "loss", "value"))
 
 
 def _line(event: Event, sender: str, number: int) -> dict[str, Any]:

@@ -64,6 +64,14 @@ def test_delivered_events_are_deleted() -> None:
     assert [event.step for event in log.after(5)] == [6] and log.num_events == 6
 
 
+def test_a_repeated_evaluation_is_another_event_and_a_repeated_report_is_none() -> None:
+    log = EventLog(Snapshot(None))
+    first, second = (ledger_event("evaluation_finished", generation=1, step=3, name="a", value=v) for v in (0.5, 0.25))
+    assert log.add(first, "a0", 1) and log.add(second, "a0", 2)
+    assert not log.add(first, "a1", 1), "the next rank 0 repeats it"
+    assert log.after(0) == [first, second]
+
+
 def test_a_stop_reaches_waiting_workers_and_no_worker_joins(play: Play, long_polls: None) -> None:
     async def scenario(rendezvous: Rendezvous) -> None:
         await started(rendezvous)
@@ -288,11 +296,10 @@ def test_an_event_has_its_time_by_the_clock_of_the_driver_whatever_a_workers_clo
         before = time.time()
         for number, clock in enumerate((1000.0, before + 3600.0)):
             sender = f"a{number}"
-            await rendezvous.report(ledger_event("first_step", at=clock - 2.0), None, sender, 1, clock)
-            await rendezvous.report(
-                ledger_event("first_step", at=clock), None, sender, 2, clock - 60.0
-            )  # sent a minute ago
-        times = [event.at for event in await events_of(rendezvous, "first_step")]
+            await rendezvous.report(ledger_event("commit_started", at=clock - 2.0), None, sender, 1, clock)
+            # Sent a minute ago.
+            await rendezvous.report(ledger_event("commit_started", at=clock), None, sender, 2, clock - 60.0)
+        times = [event.at for event in await events_of(rendezvous, "commit_started")]
         assert times == pytest.approx([before - 2.0, before, before - 2.0, before], abs=10.0)
 
     play(scenario)
