@@ -29,7 +29,10 @@ def check_target(file: Path) -> None:
 def write_weights(weights: dict[str, Any], file: Path) -> str | None:
     """Writes weights atomically. Returns a note for the user about what the format cannot hold, or None."""
     with _atomic_write(file) as temporary:
-        return (_write_safetensors if file.suffix == ".safetensors" else _write_torch)(weights, temporary)
+        if file.suffix == ".safetensors":
+            return _write_safetensors(weights, temporary)
+        _write_torch(weights, temporary)
+        return None
 
 
 def _write_safetensors(weights: dict[str, Any], file: Path) -> str | None:
@@ -59,15 +62,11 @@ def _is_supported(dtype: torch.dtype) -> bool:
     return True
 
 
-def _write_torch(weights: dict[str, Any], file: Path) -> str | None:
+def _write_torch(weights: dict[str, Any], file: Path) -> None:
     import torch
 
     with file.open("wb") as out:  # given a path, torch hides the OSError
         torch.save(weights, out)
-    unsafe = torch.serialization.get_unsafe_globals_in_checkpoint(file)
-    if unsafe:
-        return f"torch.load needs weights_only=False, because the weights contain {shorten(unsafe, 5)}"
-    return None
 
 
 @contextmanager
