@@ -171,8 +171,7 @@ def _facts(summary: Mapping[str, Any], ledger: Sequence[Event], now: float) -> T
     newest = last_of(ledger, events.CommitSucceeded)
     if newest is not None:
         age = clock_face(max(0.0, now - newest.time))
-        size = "" if newest.num_bytes is None else f", {decimal(newest.num_bytes)}"
-        facts = f"newest at step {newest.step:,}, {age} ago ({newest.seconds:.2f} s{size})"
+        facts = f"newest at step {newest.step:,}, {age} ago ({newest.seconds:.2f} s, {decimal(newest.num_bytes)})"
         rows.add_row("commits", f"{summary['commits']:,}, {facts}")
     share = summary["goodput"]["goodput"]
     if share is not None:
@@ -244,5 +243,5 @@ def _recent_rate(ledger: Sequence[Event]) -> MovingRate:
             case events.SessionStarted():
                 rate.clear()
             case events.StepsCompleted():
-                rate.add(event.moment, event.step, event.samples or 0)
+                rate.add(event.moment, event.step, event.samples)
     return rate

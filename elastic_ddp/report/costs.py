@@ -116,7 +116,7 @@ def commits(histories: Sequence[History]) -> Chart | None:
     traces: list[Trace] = []
     captions = []
     for index, history in enumerate(histories):
-        done = [(each, decimal(each.event.num_bytes or 0)) for each in history.commits]
+        done = [(each, decimal(each.event.num_bytes)) for each in history.commits]
         failed = [(each, first_line(each.event.error)) for each in history.failed_commits]
         for saves, symbol, color in ((done, "circle", figure.color_of(index)), (failed, "x", FAILED_COLOR)):
             traces.append(
@@ -132,13 +132,11 @@ def commits(histories: Sequence[History]) -> Chart | None:
         if done:
             waited_s = history.summary["goodput"]["checkpoint"]
             total_s = history.summary["goodput"]["total"] or 1.0
-            sizes = [each.event.num_bytes for each in history.commits if each.event.num_bytes]
+            typical = decimal(int(statistics.median(each.event.num_bytes for each in history.commits)))
             median_s = statistics.median(each.event.seconds for each in history.commits)
             captions.append(
                 figure.prefix(histories, history)
-                + plural(len(done), "commit")
-                + (f" of {decimal(int(statistics.median(sizes)))}" if sizes else "")
-                + f", each durable in {duration(median_s)} (median). "
+                + f"{plural(len(done), 'commit')} of {typical}, each durable in {duration(median_s)} (median). "
                 + f"Training waited {duration(waited_s)} for them, {waited_s / total_s:.1%} of the time."
             )
     drawn = figure.time_panels(histories, Panel("seconds until durable", traces, {"rangemode": "tozero"}))

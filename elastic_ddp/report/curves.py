@@ -22,7 +22,7 @@ def metrics(histories: Sequence[History]) -> Chart | None:
     found = ["loss"]
     for history in histories:
         found += [point.event.name for point in history.evaluations]
-        found += [name for point in history.points for name in point.event.metrics or ()]
+        found += [name for point in history.points for name in point.event.metrics]
     found = [name for name in dict.fromkeys(found) if any(len(_points_of(each, name)) > 1 for each in histories)]
     left_out = len(found[_MAX_METRICS:])
     rows = []

@@ -125,7 +125,7 @@ def value_of(point: Point[StepsCompleted] | Point[EvaluationFinished], name: str
     event = point.event
     if isinstance(event, EvaluationFinished):
         return finite(event.value) if event.name == name else None
-    return finite(event.loss if name == "loss" else (event.metrics or {}).get(name))
+    return finite(event.loss if name == "loss" else event.metrics.get(name))
 
 
 def slowdown(event: PhasesMeasured) -> float | None:
@@ -140,7 +140,7 @@ def throughput(points: Sequence[Point[StepsCompleted]], length_s: float, count: 
     NaN stands for an interval that is not between two points of a session. A stall lowers the throughput. Steps that
     were redone count again.
     """
-    known = [(each.session, each.at, each.event.samples) for each in points if each.event.samples is not None]
+    known = [(each.session, each.at, each.event.samples) for each in points]
     at = [0.0]
     done = [0.0]
     measured_s = [0.0]

@@ -126,15 +126,15 @@ class StepsCompleted(AgreedEvent):
 
     step: int
     """Steps done since the start of the run."""
-    epoch: int | None = None
+    epoch: int
     """Epoch of the last step, from 0."""
-    loss: float | None = None
+    loss: float
     """Mean training loss of the last step over the global batch."""
-    samples: int | None = None
+    samples: int
     """Samples used since the start of the run."""
-    world_size: int | None = None
+    world_size: int
     """Number of workers."""
-    metrics: Mapping[str, float] | None = None
+    metrics: Mapping[str, float]
     """Values passed to `step.log` in the last step, by name, averaged over the rows of the global batch."""
     account: Account | None = None
     """Rank 0's account of the generation so far; null if rank 0 failed and another rank reports the step."""
@@ -217,7 +217,7 @@ class CommitSucceeded(GenerationEvent):
     """Steps done in the committed state."""
     seconds: float
     """Seconds from the start of the save to the visible commit."""
-    num_bytes: int | None = None
+    num_bytes: int
     """Size of the commit's objects in bytes."""
     request: int | None = None
     """Number of the newest request for a commit that it fulfills; null for none."""

@@ -108,7 +108,7 @@ def _sample_counts(sessions: Sequence[Session]) -> dict[int, float]:
     known = {0: 0.0}
     for event in (event for session in sessions for event in session.events):
         match event:
-            case StepsCompleted(step=step, samples=int(samples)) | RunFinished(steps=int(step), samples=int(samples)):
+            case StepsCompleted(step=step, samples=samples) | RunFinished(steps=int(step), samples=int(samples)):
                 known[step] = samples
     return dict(sorted(known.items()))
 

@@ -104,7 +104,7 @@ class StepValues:
                 self._counted = None
             case StepsCompleted():
                 own = {name: getattr(event, name) for name in ("loss", "epoch", "samples", "world_size")}
-                values = {**(event.metrics or {}), **own, **self._rate(event)}
+                values = {**event.metrics, **own, **self._rate(event)}
                 self._add(event, values)
             case EvaluationFinished() if event.step > self._evaluated.get(event.name, -1):
                 self._evaluated[event.name] = event.step
@@ -135,12 +135,10 @@ class StepValues:
     def _rate(self, event: StepsCompleted) -> dict[str, float]:
         """Returns the samples per second since the last such event of the session."""
         before = self._counted
-        now = event.moment
-        samples = event.samples
-        self._counted = None if samples is None else (now, samples)
-        if before is None or samples is None or samples < before[1] or now <= before[0]:
+        self._counted = event.moment, event.samples
+        if before is None or event.samples < before[1] or event.moment <= before[0]:
             return {}
-        return {"samples_per_s": (samples - before[1]) / (now - before[0])}
+        return {"samples_per_s": (event.samples - before[1]) / (event.moment - before[0])}
 
 
 def _phase_values(event: PhasesMeasured) -> Iterator[tuple[str, Any]]:

@@ -129,10 +129,11 @@ def _measurements(events: list[Event]) -> dict[str, Any]:
             case EvaluationFinished():
                 metrics[event.name] = event.value
                 evaluated_at[event.name] = event.step
-            case StepsCompleted() | RunFinished():
+            case StepsCompleted():
+                metrics |= event.metrics
+                losses.append(event)
+            case RunFinished():
                 metrics |= event.metrics or {}
-        if isinstance(event, StepsCompleted) and event.loss is not None:
-            losses.append(event)
     loss: dict[str, Any] = {"first": None, "last": None, "step": None}
     if losses:
         loss = {"first": losses[0].loss, "last": losses[-1].loss, "step": losses[-1].step}

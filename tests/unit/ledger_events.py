@@ -17,7 +17,7 @@ def ledger_event(event: str, **fields: Any) -> Event:
     if event in EVENTS:
         for each in dataclasses.fields(EVENTS[event]):
             if each.default is each.default_factory is dataclasses.MISSING:
-                required[each.name] = _ZEROS.get(str(each.type), [])
+                required[each.name] = {} if "Mapping" in str(each.type) else _ZEROS.get(str(each.type), [])
     return parse({"event": event, **required, **fields})
 
 

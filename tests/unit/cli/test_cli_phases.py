@@ -12,9 +12,10 @@ from elastic_ddp.rendezvous.event_log import EventLog
 from elastic_ddp.rendezvous.snapshot import Snapshot
 from elastic_ddp.storage.storage import Storage
 from elastic_ddp.telemetry.event import Event
-from elastic_ddp.telemetry.events import GenerationFormed, GenerationStarted, PhasesMeasured, StepsCompleted
+from elastic_ddp.telemetry.events import GenerationFormed, GenerationStarted, PhasesMeasured
 from elastic_ddp.telemetry.ledger import Ledger
 from tests.unit.cli.test_cli import LONG_STATUS, invoke, live
+from tests.unit.ledger_events import ledger_event
 from tests.unit.telemetry.test_bottleneck import measure
 
 SLOW = {"forward": 0.9}
@@ -74,7 +75,7 @@ def test_status_gives_no_verdict_before_twenty_steps(monkeypatch: pytest.MonkeyP
 def test_show_has_the_phases_of_the_whole_run_and_what_bound_it(tmp_path: Path) -> None:
     with closing(Ledger(Storage(tmp_path), "s1")) as ledger:
         measured = [measure({"data": 0.4}, {"data": 0.4}, {"data": 0.4}, num_steps=40, **ON_GPU)] * 2
-        steps = StepsCompleted(generation=1, step=100, samples=400, world_size=3, loss=1.0)
+        steps = ledger_event("steps_completed", generation=1, step=100, samples=400, world_size=3, loss=1.0)
         for event in [*ledger_of(measure({}, {}, {}, num_steps=80)), *measured, steps]:
             ledger.append(event)
     raw = invoke("show", str(tmp_path)).output

@@ -180,7 +180,7 @@ def test_an_event_that_comes_while_the_ledger_is_read_counts_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keeper = Keeper()
-    commit = CommitSucceeded(generation=1, step=1, seconds=0.5)
+    commit = CommitSucceeded(generation=1, step=1, seconds=0.5, num_bytes=9)
 
     class Reader(LedgerReader):
         def read(self) -> list[Event]:

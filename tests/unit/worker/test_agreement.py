@@ -20,6 +20,7 @@ from elastic_ddp.worker.agreement import AgreedEvents, agree_on_error
 from elastic_ddp.worker.run import Run
 from tests.inside_run import measure, rendezvous_client_of
 from tests.ranks import run_ranks
+from tests.unit.ledger_events import ledger_event
 from tests.unit.single_worker import CPU, prepared
 from tests.workers import running
 
@@ -67,7 +68,7 @@ def test_what_the_next_rank_0_repeats_is_in_the_ledger_once_also_after_a_restart
 
     log, other = EventLog(Snapshot(str(tmp_path))), AgreedEvents(lambda event: log.add(event))
     for step in range(1, 5):
-        event = StepsCompleted(generation=1, step=step, loss=math.nan)
+        event = ledger_event("steps_completed", generation=1, step=step, loss=math.nan)
         other.record(event, is_rank_0=False)
         assert step > 2 or log.add(event)
     other.report_again()
@@ -75,7 +76,7 @@ def test_what_the_next_rank_0_repeats_is_in_the_ledger_once_also_after_a_restart
     log = EventLog(Snapshot(str(tmp_path)))
     other.report_again()
     assert reported(log) == [1, 2, 3, 4]
-    assert log.add(StepsCompleted(generation=2, step=4, loss=math.nan)), "the step is repeated"
+    assert log.add(ledger_event("steps_completed", generation=2, step=4, loss=math.nan)), "the step is repeated"
 
 
 def agree(group: ProcessGroup, errors: list[Exception | None]) -> str | list[bytes]:
