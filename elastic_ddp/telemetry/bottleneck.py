@@ -67,7 +67,7 @@ def find_bottleneck(measured: PhasesMeasured, nodes: Sequence[str] = ()) -> Bott
     if slow and not is_data_late:
         return _slowness(measured, slow, nodes if len(nodes) == len(measured.work_s) else [])
     if is_data_late or (late >= _DATA and 2 * late >= communication):
-        return _late_data(late, slow, in_turn=share["data"] < late / 2)
+        return _late_data(late, slow)
     if communication >= _COMMUNICATION:
         return _communication(measured, communication)
     if share["other"] >= _OTHER:
@@ -89,11 +89,10 @@ def _other(measured: PhasesMeasured) -> Bottleneck:
     return Bottleneck(kind="other", reason=f"{what} {_percent(share)} of the time.", advice=advice)
 
 
-def _late_data(share: float, slow: list[int], *, in_turn: bool) -> Bottleneck:
-    reason = f"{'one rank or another waits' if in_turn else 'ranks wait'} for data {_percent(share)} of the time."
+def _late_data(share: float, slow: list[int]) -> Bottleneck:
+    reason = f"ranks wait for data {_percent(share)} of the time."
     if slow:
-        ranks, them = (f"rank {slow[0]} waits", "it") if len(slow) == 1 else (f"{_ranks(slow)} wait", "them")
-        reason = f"{ranks} for data {_percent(share)} of the time, and the others wait for {them}."
+        reason = f"waiting for data takes {_percent(share)} of the time on {_ranks(slow)}; other ranks wait meanwhile."
     return Bottleneck(
         kind="data",
         reason=reason,
@@ -134,16 +133,15 @@ def _slowness(measured: PhasesMeasured, slow: list[int], nodes: Sequence[str]) -
     factor = max(work_s[rank] for rank in slow) / median_low(work_s)
     figures = f"takes {factor:.1f} times the median, most of all in {_slowest_phase(measured)}"
     node = nodes[slow[0]] if nodes and len({nodes[rank] for rank in slow}) == 1 else None
-    who = f"rank {slow[0]}" if len(slow) == 1 else f"{_ranks(slow)} are"
+    place = ""
     advice = "Look for code that does more on some ranks, and for other programs on the same cores."
     if node is not None and len(set(nodes)) > 1:
         advice = f"Look for other programs on the node; `elastic-ddp drain RUN {node}` moves its workers away."
         if len(slow) > 1 and slow == [rank for rank, other in enumerate(nodes) if other == node]:
             reason = f"node {node} is slow: the work of its ranks {figures}."
             return Bottleneck(kind="slow node", reason=reason, advice=advice, ranks=slow, node=node)
-        who += f" (node {node})" if len(slow) == 1 else ""
-    who += " is" if len(slow) == 1 else ""
-    reason = f"{who} slow: the work {figures}."
+        place = f" (node {node})"
+    reason = f"the work of {_ranks(slow)}{place} {figures}."
     return Bottleneck(kind="slow rank", reason=reason, advice=advice, ranks=slow, node=node)
 
 
@@ -165,7 +163,7 @@ def _communication(measured: PhasesMeasured, share: float) -> Bottleneck:
 
 
 def _ranks(ranks: Sequence[int]) -> str:
-    return f"ranks {', '.join(map(str, ranks[:5]))}"
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks[:5]))}"
 
 
 def _percent(share: float) -> str:

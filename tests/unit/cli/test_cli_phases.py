@@ -47,7 +47,8 @@ def test_status_names_what_bounds_a_run_and_each_ranks_work(monkeypatch: pytest.
     status = status_of(ledger_of(*(measure({}, {}, SLOW, num_steps=10, step=step) for step in (90, 100))))
     assert status["bottleneck"]["kind"] == "slow rank" and status["bottleneck"]["ranks"] == [2]
     text = shown(monkeypatch, status)
-    assert "bound by slow rank: rank 2 (node 10.0.0.2) is slow" in text and "elastic-ddp drain RUN 10.0.0.2" in text
+    assert "bound by slow rank: the work of rank 2 (node 10.0.0.2) takes 1.7 times" in text
+    assert "elastic-ddp drain RUN 10.0.0.2" in text
     assert "step 1.6 s: " in text and "forward 31 %" in text and "communication 31 %" in text
     assert "work" in text and "1.5 s" in text and "900 ms" in text
     assert "GPU" not in text
