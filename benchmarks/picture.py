@@ -107,7 +107,7 @@ def draw(folder: Path, file: Path) -> None:
         else:
             for axis in (workers, loss):
                 axis.axvline(mark.at, color=look.color, linestyle=":")
-        workers.annotate(look.short_words, (mark.at, 1.05 * max(sizes)), color=look.color, annotation_clip=False)
+        workers.annotate(mark.kind, (mark.at, 1.05 * max(sizes)), color=look.color, annotation_clip=False)
     workers.set_ylabel("workers")
     loss.set(ylabel="training loss", xlabel="time in the run (s)", xlim=(history.points[0].at, history.seconds))
     for axis in (workers, loss):

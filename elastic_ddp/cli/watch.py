@@ -132,8 +132,8 @@ def _curves(summary: Mapping[str, Any], rate: MovingRate | None, timeline: Timel
     end = clock_face(timeline.length_s)
     rows.add_row("", "", Text("0:00" + end.rjust(columns - 4), style="dim"))
     seen = [
-        Text.assemble((look.glyph, f"bold {look.color}"), (f" {look.short_words}", "dim"), no_wrap=True)
-        for look in LOOKS.values()
+        Text.assemble((look.glyph, f"bold {look.color}"), (f" {kind}", "dim"), no_wrap=True)
+        for kind, look in LOOKS.items()
         if look.glyph in marks.plain
     ]
     if seen:

@@ -29,31 +29,25 @@ Kind = Literal[
 class Look(NamedTuple):
     """How the report and the terminal show one kind of mark."""
 
-    words: str
     symbol: str
     """The symbol's name in Plotly."""
     glyph: str
     """The symbol as a character."""
     color: str
 
-    @property
-    def short_words(self) -> str:
-        """The words beside a curve of workers."""
-        return self.words.removeprefix("worker ")
-
 
 FAILED_COLOR = "#d62728"
 LOOKS: dict[Kind, Look] = {
-    "failed": Look("worker failed", "x", "✕", FAILED_COLOR),
-    "hang": Look("hang", "star", "★", FAILED_COLOR),
-    "corruption": Look("corruption", "pentagon", "⬟", FAILED_COLOR),
-    "run failed": Look("run failed", "hexagon", "⬢", FAILED_COLOR),
-    "driver died": Look("driver died", "cross", "✚", FAILED_COLOR),
-    "stopped": Look("stopped", "square", "■", "#7a7a7a"),
-    "drained": Look("worker drained", "triangle-down", "▼", "#e08214"),
-    "left": Look("worker left (resize)", "triangle-down-open", "▽", "#7a7a7a"),
-    "resumed": Look("resumed", "diamond", "◆", "#a05cc4"),
-    "joined": Look("worker joined", "triangle-up", "▲", "#2a9d6e"),
+    "failed": Look("x", "✕", FAILED_COLOR),
+    "hang": Look("star", "★", FAILED_COLOR),
+    "corruption": Look("pentagon", "⬟", FAILED_COLOR),
+    "run failed": Look("hexagon", "⬢", FAILED_COLOR),
+    "driver died": Look("cross", "✚", FAILED_COLOR),
+    "stopped": Look("square", "■", "#7a7a7a"),
+    "drained": Look("triangle-down", "▼", "#e08214"),
+    "left": Look("triangle-down-open", "▽", "#7a7a7a"),
+    "resumed": Look("diamond", "◆", "#a05cc4"),
+    "joined": Look("triangle-up", "▲", "#2a9d6e"),
 }
 """The most important kind is first: of two marks in one column, a terminal shows the first."""
 DRIVER_DIED = "the driver died: no event tells how its session ended"

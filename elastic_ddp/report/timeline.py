@@ -12,7 +12,7 @@ from elastic_ddp.report.figure import Chart, Panel, Trace
 from elastic_ddp.report.history import History, finite, thin, throughput, time_unit, value_of
 from elastic_ddp.report.marks import LOOKS, Look
 
-_COMMIT = Look("commit", "line-ns-open", "|", "#7a8a2b")
+_LOOKS: dict[str, Look] = {**LOOKS, "commit": Look("line-ns-open", "|", "#7a8a2b")}
 _MAX_SHAPES = 200
 _INTERVALS = 120
 """Number of equal intervals of the time, in each of which the throughput has one value."""
@@ -60,11 +60,8 @@ def _caption(histories: Sequence[History]) -> str:
     """What the lines and symbols are."""
     captions = ["Gray: start-up, until workers train."]
     if len(histories) > 1:
-        kinds = {mark.kind for history in histories for mark in history.marks}
-        looks = [look for kind, look in LOOKS.items() if kind in kinds]
-        looks += [_COMMIT] if any(history.commits for history in histories) else []
-        symbols = ", ".join(f"{look.glyph}\N{NO-BREAK SPACE}{look.words}" for look in looks)
-        captions = [f"Symbols: {symbols}."] if symbols else []
+        symbols = ", ".join(f"{look.glyph}\N{NO-BREAK SPACE}{kind}" for kind, look in _LOOKS.items())
+        captions = [f"Symbols: {symbols}."]
         captions.append("Before its first workers, each run starts up.")
     if any(history.summary["sessions"] > 1 for history in histories):
         captions.append("The time between the sessions of a run is left out.")
@@ -74,30 +71,30 @@ def _caption(histories: Sequence[History]) -> str:
 def _marks(histories: Sequence[History], index: int, size: float) -> list[Trace]:
     """The changes of a run and its commits, as symbols on its world size."""
     history = histories[index]
-    found: dict[Look, list[tuple[float, int, str]]] = {look: [] for look in (*LOOKS.values(), _COMMIT)}
+    found: dict[str, list[tuple[float, int, str]]] = {kind: [] for kind in _LOOKS}
     for mark in history.marks:
-        found[LOOKS[mark.kind]].append((mark.at / size, mark.world_size, f"{mark.text} (step {mark.step or 0:,})"))
+        found[mark.kind].append((mark.at / size, mark.world_size, f"{mark.text} (step {mark.step or 0:,})"))
     for each in history.commits:
         text = f"step {each.event.step:,} committed in {duration(each.event.seconds)}"
-        found[_COMMIT].append((each.at / size, 0, text))
+        found["commit"].append((each.at / size, 0, text))
     return [
         {
             **figure.of_run(histories, index, "%{text}"),
             "mode": "markers",
-            "name": look.words,
-            "legendgroup": look.words,
+            "name": kind,
+            "legendgroup": kind,
             "showlegend": len(histories) == 1,
             "x": [at for at, _, _ in rows],
             "y": [world_size for _, world_size, _ in rows],
             "text": [figure.escape(text) for _, _, text in rows],
             "marker": {
-                "symbol": look.symbol,
+                "symbol": _LOOKS[kind].symbol,
                 "size": 11,
-                "color": look.color if len(histories) == 1 else figure.color_of(index),
+                "color": _LOOKS[kind].color if len(histories) == 1 else figure.color_of(index),
             },
             "cliponaxis": False,
         }
-        for look, rows in found.items()
+        for kind, rows in found.items()
     ]
 
 

@@ -173,12 +173,12 @@ def test_the_timeline_marks_each_join_loss_drain_and_commit() -> None:
     timeline = charts_of("lm")["What happened"]
     symbols = {trace["name"]: len(trace["x"]) for trace in timeline.figure.data if trace.mode == "markers"}
     assert symbols == {
-        "worker joined": 2, "worker failed": 2, "worker drained": 1, "stopped": 1, "resumed": 1, "commit": 12
+        "joined": 2, "failed": 2, "drained": 1, "stopped": 1, "resumed": 1, "commit": 12
     }  # fmt: skip
     kinds = [shape["type"] for shape in timeline.figure.layout["shapes"]]
     assert kinds == ["line"] * 5 + ["rect"] * 2, "changes, and the start-up of each session"
     both = charts_of("lm", "calm")["What happened"].caption
-    for symbol in ("▲ worker joined", "✕ worker failed", "▼ worker drained", "■ stopped", "◆ resumed", "| commit"):
+    for symbol in ("▲ joined", "✕ failed", "▼ drained", "■ stopped", "◆ resumed", "| commit"):
         assert symbol.replace(" ", "\N{NO-BREAK SPACE}", 1) in both
 
 
@@ -270,7 +270,7 @@ def test_the_page_says_when_and_where_each_run_trained_how_it_ended_and_how_they
     assert "<tr><td>commits</td><td>12</td><td>12</td></tr>" in before
     assert "<tr><td>13:47:11</td><td>31 s</td><td>120</td><td>rank 1 (n1, pid 12) failed: " in before
     assert "<h3>calm</h3><p>No worker joined, failed or left.</p>" in before
-    assert "▲\N{NO-BREAK SPACE}worker joined" in before and "\N{REPLACEMENT CHARACTER}" not in before
+    assert "▲\N{NO-BREAK SPACE}joined" in before and "\N{REPLACEMENT CHARACTER}" not in before
     differing, _, same = before.partition("<details>")
     assert "<td>max_workers</td><td></td><td>2</td>" in differing
     assert "checkpoint.every_steps" in same and "checkpoint.every_steps" not in differing
