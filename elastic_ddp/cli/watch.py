@@ -26,7 +26,7 @@ from elastic_ddp.formatting import clock_face, first_line, format_rate, format_t
 from elastic_ddp.report.history import read_history
 from elastic_ddp.report.marks import LOOKS
 from elastic_ddp.telemetry import events, phases
-from elastic_ddp.telemetry.description import describe_event, describe_outcome, state_of, workers_gone
+from elastic_ddp.telemetry.description import describe_event, describe_outcome, describe_steps, state_of, workers_gone
 from elastic_ddp.telemetry.event import Event, last_of
 from elastic_ddp.telemetry.progress import MovingRate
 
@@ -83,7 +83,7 @@ def frame(ledger: Sequence[Event], now: float, *, width: int = 80, driver_is_dea
     timeline = Timeline(history, max(0.0, now - ledger[-1].time) if state.is_live else None)
     rate = _recent_rate(ledger) if state.is_live else None
     parts: list[RenderableType] = [_heading(summary, state.text, timeline.length_s)]
-    parts += [_progress(summary, ledger, rate, width), Text(), _curves(summary, rate, timeline, columns)]
+    parts += [_progress(summary, rate, width), Text(), _curves(summary, rate, timeline, columns)]
     parts += [Text(), _phases(summary, ledger, columns), _facts(summary, ledger, now)]
     parts += [Text(), _members(ledger)] if state.is_live else []
     parts += [Text(), _recent(ledger, now)]
@@ -98,11 +98,10 @@ def _heading(summary: Mapping[str, Any], state: str, seconds: float) -> Text:
     )
 
 
-def _progress(summary: Mapping[str, Any], ledger: Sequence[Event], rate: MovingRate | None, width: int) -> Table:
-    started = last_of(ledger, events.SessionStarted)
+def _progress(summary: Mapping[str, Any], rate: MovingRate | None, width: int) -> Table:
     done = summary["steps"] or 0
-    total = summary["total_steps"] or (started and started.total_steps)
-    text = f"step {done:,}" + ("" if total is None else f" of {total:,}")
+    total = summary["total_steps"]
+    text = f"step {describe_steps(summary)}"
     if total and rate is not None and (steps_per_s := rate.steps_per_s):
         text += f"  {clock_face(max(0, total - done) / steps_per_s)} left"
     line = Table.grid(padding=(0, 1))

@@ -59,7 +59,7 @@ def summarize(events: Iterable[Event], *, name: str | None = None, storage: str 
     commits = [event for event in events if isinstance(event, CommitSucceeded)]
     return {
         "name": started.config.get("name") if name is None and started else name,
-        **_outcome(events, sessions),
+        **_outcome(events, sessions, started),
         "sessions": len(sessions),
         "recoveries": sum(row["reason"] == WORKER_FAILED for row in generations),
         "workers_failed": len({event.member for event in events if isinstance(event, WorkerFailed)} - {None}),
@@ -91,7 +91,7 @@ def _phases(events: list[Event]) -> dict[str, Any]:
     }
 
 
-def _outcome(events: list[Event], sessions: list[Session]) -> dict[str, Any]:
+def _outcome(events: list[Event], sessions: list[Session], started: SessionStarted | None) -> dict[str, Any]:
     """Returns how the run ended, how far it came and how long it took."""
     failed = sessions[-1].failed if sessions else None  # a run that was resumed has not ended
     finished = sessions[-1].finished if sessions else None
@@ -104,7 +104,7 @@ def _outcome(events: list[Event], sessions: list[Session]) -> dict[str, Any]:
         "status": finished.status,
         "error": failed.error if failed else finished.error,
         "steps": _steps(sessions) if finished.steps is None else finished.steps,
-        "total_steps": finished.total_steps,
+        "total_steps": started.total_steps if started else None,
         "epochs": finished.epochs,
         "samples": samples,
         "wall_seconds": round(wall_seconds, 3),

@@ -38,7 +38,7 @@ class Recorder:
         self._session, self._generation, self._step = self._session + 1, 0, step or 0
         config = {"name": self._name, "storage": "s3://b/runs", "checkpoint": {"every_steps": 40}, **self._config}
         versions = {"python": "3.11.7", "torch": "2.13.0"}
-        self.record("session_started", resumed_from_step=step, config=config, versions=versions)
+        self.record("session_started", resumed_from_step=step, total_steps=480, config=config, versions=versions)
         self._at += 6.0
 
     def form(self, members: str, reason: str) -> None:

@@ -127,7 +127,7 @@ def test_show_of_a_stopped_run_has_its_total_steps(tmp_path: Path) -> None:
     write_ledger(
         tmp_path / "runs" / "lm",
         "s2",
-        ("session_started", {"resumed_from_step": 40, "config": {"name": "lm"}}),
+        ("session_started", {"resumed_from_step": 40, "total_steps": 2000, "config": {"name": "lm"}}),
         ("generation_started", {"generation": 1, "world_size": 3, "first_step": 40, "reason": "resume"}),
         ("generation_ended", {"generation": 1, "last_step": 50, "reason": "the run ended"}),
         ("run_finished", {"status": "stopped", "steps": 50, "total_steps": 2000, "samples": 200}),
