@@ -24,7 +24,7 @@ from elastic_ddp.checkpoint.writer import SLAB_BYTES, BlockWriter, StateWriter, 
 from elastic_ddp.errors import CheckpointError
 from elastic_ddp.storage.storage import Storage
 from elastic_ddp.tensors.state_tree import flatten, unflatten
-from tests.unit.blocks import PREFIX, SHAPES, commit_of, kinds_in, read, same, some_tensors, write
+from tests.unit.checkpoint.blocks import PREFIX, SHAPES, commit_of, kinds_in, read, same, some_tensors, write
 
 
 @given(SHAPES, st.sampled_from([1, 2, 8]), st.integers(1, 300))

@@ -15,7 +15,7 @@ from elastic_ddp.errors import CheckpointError, StorageError
 from elastic_ddp.storage.folder import Entry
 from elastic_ddp.storage.storage import Storage
 from tests.single_rank_store import SingleRankStore
-from tests.unit.states import make_state, step_of
+from tests.unit.checkpoint.states import make_state, step_of
 
 
 @pytest.fixture(params=["local", "s3"])

@@ -20,9 +20,9 @@ from elastic_ddp.errors import PeerFailedError, StorageError
 from elastic_ddp.storage.folder import Entry
 from elastic_ddp.storage.storage import Storage
 from tests.single_rank_store import SingleRankStore
+from tests.unit.checkpoint.housekeeping_helpers import ClockedStorage, open_storage, save, steps_in, write_orphan
 from tests.unit.checkpoint.test_checkpoint import corrupt, keys_of
 from tests.unit.faulty_reads import UnreadableObject
-from tests.unit.housekeeping_helpers import ClockedStorage, open_storage, save, steps_in, write_orphan
 
 
 @pytest.fixture(params=["local", "s3"])

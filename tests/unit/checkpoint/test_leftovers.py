@@ -23,8 +23,8 @@ from elastic_ddp.storage.folder import Entry, Upload
 from elastic_ddp.storage.local import TEMPORARY_PREFIX
 from elastic_ddp.storage.storage import Storage
 from tests.single_rank_store import SingleRankStore
+from tests.unit.checkpoint.housekeeping_helpers import ClockedStorage, open_storage, save, steps_in, write_orphan
 from tests.unit.checkpoint.test_checkpoint import corrupt
-from tests.unit.housekeeping_helpers import ClockedStorage, open_storage, save, steps_in, write_orphan
 
 
 @pytest.fixture(params=["local", "s3"])

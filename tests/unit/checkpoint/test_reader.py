@@ -31,7 +31,7 @@ from elastic_ddp.tensors import host_memory
 from elastic_ddp.worker.restore import restore
 from tests.ranks import run_ranks
 from tests.single_rank_store import SingleRankStore
-from tests.unit.blocks import ATTEMPT, PREFIX, SHAPES, commit_of, in_slabs_from, read, same, write
+from tests.unit.checkpoint.blocks import ATTEMPT, PREFIX, SHAPES, commit_of, in_slabs_from, read, same, write
 
 
 @settings(max_examples=15, deadline=None)

@@ -29,7 +29,7 @@ from elastic_ddp.telemetry.ledger import Ledger
 from elastic_ddp.worker.job import COMMITS
 from tests.single_rank_store import SingleRankStore
 from tests.unit.checkpoint.test_checkpoint import corrupt, make_state
-from tests.unit.checkpoint_commands import invoke, steps_left
+from tests.unit.cli.checkpoint_commands import invoke, steps_left
 
 
 def words(result: Any) -> str:

@@ -22,7 +22,7 @@ from elastic_ddp.storage.storage import Storage
 from elastic_ddp.worker.job import COMMITS
 from tests.single_rank_store import SingleRankStore
 from tests.unit.checkpoint.test_checkpoint import corrupt
-from tests.unit.checkpoint_commands import invoke, steps_left
+from tests.unit.cli.checkpoint_commands import invoke, steps_left
 
 
 def prune(tmp_path: Path, *options: str) -> Any:

@@ -25,7 +25,7 @@ from ray.autoscaler._private.kuberay.autoscaling_config import _derive_autoscali
 
 from elastic_ddp.cli.main import app
 from elastic_ddp.ray_internals import RAY_VERSION
-from tests.unit.kuberay import RayCluster, RayJob, checked_by_definitions
+from tests.unit.cluster.kuberay import RayCluster, RayJob, checked_by_definitions
 
 ROOT = Path(__file__).parents[3]
 GUIDE = (ROOT / "docs/guides/kubernetes.md").read_text()

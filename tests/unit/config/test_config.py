@@ -24,7 +24,7 @@ from elastic_ddp.config.run_config import (
     read_toml,
 )
 from elastic_ddp.errors import ConfigError
-from tests.unit.memory_checks import frees_memory
+from tests.unit.config.memory_checks import frees_memory
 
 MINIMAL: dict[str, Any] = {
     "name": "lm",

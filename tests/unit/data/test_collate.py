@@ -20,7 +20,7 @@ from elastic_ddp.data.micro_batches import map_tensors
 from elastic_ddp.data.order import scatter
 from elastic_ddp.data.packing import dump, load
 from elastic_ddp.errors import DataError
-from tests.unit.in_memory import MICRO_BATCH_SIZE, NUM_MICRO_BATCHES, Noisy, pad, plain, read, values_of
+from tests.unit.data.in_memory import MICRO_BATCH_SIZE, NUM_MICRO_BATCHES, Noisy, pad, plain, read, values_of
 
 
 @given(st.integers(1, 300), st.integers(0, 2**63 - 1), st.integers(0, 5))

@@ -22,7 +22,7 @@ from elastic_ddp.doctor.facts import Cluster, Reduced, Token
 from elastic_ddp.doctor.probe import Probe, find_token, gather, list_gpus
 from elastic_ddp.errors import ConfigError
 from tests.ranks import run_ranks
-from tests.unit.doctor_facts import BAD, NAMES, cluster, with_node
+from tests.unit.doctor.doctor_facts import BAD, NAMES, cluster, with_node
 
 CPU = torch.device("cpu")
 

@@ -8,7 +8,7 @@ import pytest
 
 from elastic_ddp.doctor.checks import judge
 from elastic_ddp.doctor.facts import ALL, Reduced
-from tests.unit.doctor_facts import BAD, NAMES, cluster, findings, group, problem, with_facts, with_node
+from tests.unit.doctor.doctor_facts import BAD, NAMES, cluster, findings, group, problem, with_facts, with_node
 
 RIGHT, WRONG, LACKING = (Reduced(smallest=low, largest=high) for low, high in ((6.0, 6.0), (4.0, 6.0), (3.0, 3.0)))
 

@@ -8,7 +8,7 @@ import pytest
 
 from elastic_ddp.doctor.checks import judge
 from elastic_ddp.doctor.facts import ALL, Clock, Finding, Gpu, Node, Token
-from tests.unit.doctor_facts import (
+from tests.unit.doctor.doctor_facts import (
     BAD,
     GPU,
     NAMES,

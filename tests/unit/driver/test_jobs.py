@@ -19,7 +19,7 @@ from elastic_ddp.driver.start_checks import check_is_kept
 from elastic_ddp.driver.submissions import FIRST, RESTARTS, how_it_died
 from elastic_ddp.errors import ConfigError, ElasticDDPError
 from elastic_ddp.ray_internals.this_job import RUN, this_job
-from tests.unit.job_server import DIED, EXITED, JobServer
+from tests.unit.driver.job_server import DIED, EXITED, JobServer
 
 
 @pytest.fixture

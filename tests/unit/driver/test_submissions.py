@@ -17,7 +17,7 @@ from elastic_ddp.driver.jobs import stop_job
 from elastic_ddp.driver.run_handle import RunHandle
 from elastic_ddp.driver.submissions import FIRST, RESOURCES, RESTARTS, dead_drivers, forbid_restart, jobs_here
 from elastic_ddp.errors import ConfigError, ElasticDDPError
-from tests.unit.job_server import DIED, EXITED, Gcs, JobServer
+from tests.unit.driver.job_server import DIED, EXITED, Gcs, JobServer
 
 
 @pytest.fixture

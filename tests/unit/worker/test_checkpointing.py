@@ -21,7 +21,8 @@ from elastic_ddp.worker import commit_schedule
 from elastic_ddp.worker.job import COMMITS
 from elastic_ddp.worker.step import Step
 from tests.inside_run import checkpointer_of, fake_weights, job_of, leave, wait_for_save
-from tests.unit.commit_helpers import (
+from tests.unit.single_worker import PEER_FAILURE, NewRun, client_of, train
+from tests.unit.worker.commit_helpers import (
     break_storage,
     commit,
     commits_in,
@@ -30,7 +31,6 @@ from tests.unit.commit_helpers import (
     newest_record,
     wait_for_saves,
 )
-from tests.unit.single_worker import PEER_FAILURE, NewRun, client_of, train
 
 
 def test_a_commit_records_its_run_versions_and_position(new_run: NewRun, tmp_path: Path) -> None:

@@ -10,7 +10,6 @@ import torch.distributed as dist
 
 from elastic_ddp.worker.run import Run
 from tests.inside_run import checkpointer_of, finish, leave, restart, state_of, wait_for_save
-from tests.unit.commit_helpers import break_storage, metrics_by_step, newest_record, wait_for_saves
 from tests.unit.single_worker import (
     PEER_FAILURE,
     NewRun,
@@ -21,6 +20,7 @@ from tests.unit.single_worker import (
     train,
     train_and_count,
 )
+from tests.unit.worker.commit_helpers import break_storage, metrics_by_step, newest_record, wait_for_saves
 
 
 @pytest.fixture(autouse=True)

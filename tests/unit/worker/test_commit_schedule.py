@@ -14,8 +14,8 @@ from elastic_ddp.config.run_config import CheckpointConfig
 from elastic_ddp.worker.commit_schedule import MAX_SAVE_BACKOFF_S, SAVE_BACKOFF_S, CommitSchedule
 from elastic_ddp.worker.step import Step
 from tests.inside_run import checkpointer_of, wait_for_save
-from tests.unit.commit_helpers import delay_writes, newest_record, wait_for_saves
 from tests.unit.single_worker import NewRun, PeerFailures, client_of, train, train_and_count
+from tests.unit.worker.commit_helpers import delay_writes, newest_record, wait_for_saves
 
 
 @dataclasses.dataclass

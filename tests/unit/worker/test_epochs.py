@@ -12,7 +12,6 @@ from torch.optim.lr_scheduler import ConstantLR, ExponentialLR, ReduceLROnPlatea
 from elastic_ddp.errors import CheckpointError
 from elastic_ddp.worker.run import Run
 from elastic_ddp.worker.step import Step
-from tests.unit.commit_helpers import wait_for_saves
 from tests.unit.single_worker import (
     Model,
     NewRun,
@@ -24,6 +23,7 @@ from tests.unit.single_worker import (
     take_steps,
     train,
 )
+from tests.unit.worker.commit_helpers import wait_for_saves
 
 ROWS = 24
 """Three steps of eight rows in each epoch."""

@@ -21,8 +21,8 @@ from tests.inside_run import checkpointer_of, restart, state_of
 from tests.ranks import single_rank_group
 from tests.single_rank_store import SingleRankStore
 from tests.unit.checkpoint.test_checkpoint import corrupt
-from tests.unit.commit_helpers import RUNNING, commit, commits_in, metrics_by_step, wait_for_saves
 from tests.unit.single_worker import NewRun, client_of, train
+from tests.unit.worker.commit_helpers import RUNNING, commit, commits_in, metrics_by_step, wait_for_saves
 
 
 def rejected_by(run: Run) -> list[str]:

@@ -20,9 +20,9 @@ from elastic_ddp.worker.run import Run
 from elastic_ddp.worker.step import Step
 from tests.inside_run import finish, micro_batch_of, state_of, wait_for_save
 from tests.ranks import run_ranks
-from tests.unit.commit_helpers import commits_in
 from tests.unit.rank_steps import config_of, run_steps
 from tests.unit.single_worker import Model, NewRun, client_of
+from tests.unit.worker.commit_helpers import commits_in
 
 Fault = Callable[[torch.Tensor, Any], torch.Tensor]
 """Changes the loss of a micro-batch, given the model."""

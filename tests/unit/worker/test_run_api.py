@@ -15,7 +15,6 @@ from elastic_ddp.rendezvous.client import RunStopped
 from elastic_ddp.worker.run import Run
 from elastic_ddp.worker.step import Step
 from tests.inside_run import finish
-from tests.unit.commit_helpers import newest_record, wait_for_saves
 from tests.unit.single_worker import (
     Model,
     NewRun,
@@ -27,6 +26,7 @@ from tests.unit.single_worker import (
     take_steps,
     train,
 )
+from tests.unit.worker.commit_helpers import newest_record, wait_for_saves
 
 # Preparing.
 

@@ -25,7 +25,6 @@ from elastic_ddp.worker.run import Run
 from elastic_ddp.worker.step import Step
 from elastic_ddp.worker.worker_membership import ConsecutiveFailures, RestartTraining
 from tests.inside_run import finish, state_of
-from tests.unit.commit_helpers import commits_in
 from tests.unit.single_worker import (
     PEER_FAILURE,
     FakeClient,
@@ -41,6 +40,7 @@ from tests.unit.single_worker import (
     train,
     train_and_count,
 )
+from tests.unit.worker.commit_helpers import commits_in
 
 
 def fail_in_barriers(monkeypatch: pytest.MonkeyPatch, *numbers: int) -> None:
