@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from elastic_ddp.formatting import duration, first_line, plural
 from elastic_ddp.telemetry.description import describe_status
@@ -21,10 +21,6 @@ from elastic_ddp.telemetry.events import (
 )
 from elastic_ddp.telemetry.sessions import Session
 
-Kind = Literal[
-    "joined", "failed", "drained", "left", "stopped", "run failed", "driver died", "resumed", "hang", "corruption"
-]
-
 
 class Look(NamedTuple):
     """How the report and the terminal show one kind of mark."""
@@ -37,7 +33,7 @@ class Look(NamedTuple):
 
 
 FAILED_COLOR = "#d62728"
-LOOKS: dict[Kind, Look] = {
+LOOKS = {
     "failed": Look("x", "✕", FAILED_COLOR),
     "hang": Look("star", "★", FAILED_COLOR),
     "corruption": Look("pentagon", "⬟", FAILED_COLOR),
@@ -48,6 +44,7 @@ LOOKS: dict[Kind, Look] = {
     "left": Look("triangle-down-open", "▽", "#7a7a7a"),
     "resumed": Look("diamond", "◆", "#a05cc4"),
     "joined": Look("triangle-up", "▲", "#2a9d6e"),
+    "commit": Look("line-ns-open", "|", "#7a8a2b"),
 }
 """The most important kind is first: of two marks in one column, a terminal shows the first."""
 DRIVER_DIED = "the driver died: no event tells how its session ended"
@@ -59,7 +56,8 @@ _MAX_NAMED = 3
 class Mark:
     """A change of a run, or a failure."""
 
-    kind: Kind
+    kind: str
+    """A key of `LOOKS`."""
     at: float
     time: float
     """Unix time."""
@@ -97,7 +95,7 @@ class _SessionMarks:
         """Rank, node and process id of each worker, by its id, in the newest generation that it was in."""
         self._since_formed = 0
         """Number of marks before the generation formed."""
-        self._gone: dict[tuple[int, Kind], tuple[Mark, dict[str, str | None]]] = {}
+        self._gone: dict[tuple[int, str], tuple[Mark, dict[str, str | None]]] = {}
         """The mark for workers that failed or left in a generation, and their names by id."""
         self._resumed = None if before is None else _describe_resume(session, before)
         """The text for the mark of a resumed session; None after its first generation has formed."""
@@ -127,7 +125,7 @@ class _SessionMarks:
                 text = "was stopped" if event.status == "stopped" else describe_status(vars(event))
                 self.add("stopped", event, f"the run {text}")
 
-    def add(self, kind: Kind, event: Event, text: str) -> Mark:
+    def add(self, kind: str, event: Event, text: str) -> Mark:
         """Adds the mark of an event."""
         mark = Mark(
             kind=kind,
@@ -159,7 +157,7 @@ class _SessionMarks:
             self.add("joined", event, f"{_named(joined)} joined: {self._size:,} train now{after}")
         self._since_formed = len(self.marks)
 
-    def _remove(self, kind: Kind, event: WorkerFailed | WorkerLeft, member: str, why: str) -> None:
+    def _remove(self, kind: str, event: WorkerFailed | WorkerLeft, member: str, why: str) -> None:
         key = event.generation, kind
         if key not in self._gone:
             self._gone[key] = self.add(kind, event, ""), {}

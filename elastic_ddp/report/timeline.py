@@ -10,9 +10,8 @@ from elastic_ddp.formatting import duration
 from elastic_ddp.report import figure
 from elastic_ddp.report.figure import Chart, Panel, Trace
 from elastic_ddp.report.history import History, finite, thin, throughput, time_unit, value_of
-from elastic_ddp.report.marks import LOOKS, Look
+from elastic_ddp.report.marks import LOOKS
 
-_LOOKS: dict[str, Look] = {**LOOKS, "commit": Look("line-ns-open", "|", "#7a8a2b")}
 _MAX_SHAPES = 200
 _INTERVALS = 120
 """Number of equal intervals of the time, in each of which the throughput has one value."""
@@ -60,7 +59,7 @@ def _caption(histories: Sequence[History]) -> str:
     """What the lines and symbols are."""
     captions = ["Gray: start-up, until workers train."]
     if len(histories) > 1:
-        symbols = ", ".join(f"{look.glyph}\N{NO-BREAK SPACE}{kind}" for kind, look in _LOOKS.items())
+        symbols = ", ".join(f"{look.glyph}\N{NO-BREAK SPACE}{kind}" for kind, look in LOOKS.items())
         captions = [f"Symbols: {symbols}."]
         captions.append("Before its first workers, each run starts up.")
     if any(history.summary["sessions"] > 1 for history in histories):
@@ -71,7 +70,7 @@ def _caption(histories: Sequence[History]) -> str:
 def _marks(histories: Sequence[History], index: int, size: float) -> list[Trace]:
     """The changes of a run and its commits, as symbols on its world size."""
     history = histories[index]
-    found: dict[str, list[tuple[float, int, str]]] = {kind: [] for kind in _LOOKS}
+    found: dict[str, list[tuple[float, int, str]]] = {kind: [] for kind in LOOKS}
     for mark in history.marks:
         found[mark.kind].append((mark.at / size, mark.world_size, f"{mark.text} (step {mark.step or 0:,})"))
     for each in history.commits:
@@ -88,9 +87,9 @@ def _marks(histories: Sequence[History], index: int, size: float) -> list[Trace]
             "y": [world_size for _, world_size, _ in rows],
             "text": [figure.escape(text) for _, _, text in rows],
             "marker": {
-                "symbol": _LOOKS[kind].symbol,
+                "symbol": LOOKS[kind].symbol,
                 "size": 11,
-                "color": _LOOKS[kind].color if len(histories) == 1 else figure.color_of(index),
+                "color": LOOKS[kind].color if len(histories) == 1 else figure.color_of(index),
             },
             "cliponaxis": False,
         }
