@@ -47,8 +47,8 @@ def ls(run: RunFolder, as_json: AsJson = False) -> None:
     verified = ["verified"] if has_verified else []
     commits = table("step", "committed", "epoch", "size", "state", *verified, "metrics", text=("metrics",))
     for row in rows:
-        older = {name: f" (step {at:,})" for name, at in (row["measured_at"] or {}).items() if at != row["step"]}
-        metrics = [f"{name} {value:.4g}{older.get(name, '')}" for name, value in (row["metrics"] or {}).items()]
+        older = {name: f" (step {at:,})" for name, at in row["measured_at"].items() if at != row["step"]}
+        metrics = [f"{name} {value:.4g}{older.get(name, '')}" for name, value in row["metrics"].items()]
         commits.add_row(
             f"{row['step']:,}",
             format_time(row["time"]) if row["time"] else "-",
@@ -317,18 +317,13 @@ def _set_aside_note(catalog: CommitCatalog) -> str | None:
 def _describe_commit(step: int, commit: Commit | StorageError) -> dict[str, Any]:
     from elastic_ddp.checkpoint.record import measurements
 
-    if isinstance(commit, StorageError):
-        empty = dict.fromkeys(
-            ("time", "epoch", "samples", "verified_step", "bytes", "objects", "metrics", "measured_at")
-        )
-        return {"step": step, **empty, "error": str(commit)}
-    measured = measurements(commit.record)
+    record = {} if isinstance(commit, StorageError) else commit.record
+    measured = measurements(record)
     return {
         "step": step,
-        **{name: commit.record.get(name) for name in ("time", "epoch", "samples", "verified_step")},
-        "bytes": commit.num_bytes,
-        "objects": len(commit.all_objects),
+        **{name: record.get(name) for name in ("time", "epoch", "samples", "verified_step")},
+        "bytes": None if isinstance(commit, StorageError) else commit.num_bytes,
         "metrics": {name: measurement.value for name, measurement in measured.items()},
         "measured_at": {name: measurement.step for name, measurement in measured.items()},
-        "error": None,
+        "error": str(commit) if isinstance(commit, StorageError) else None,
     }

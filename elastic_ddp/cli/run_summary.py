@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from datetime import timedelta
 from typing import Any
 
 from rich.console import Group, RenderableType
@@ -11,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from elastic_ddp.cli.output import facts_table, table
-from elastic_ddp.formatting import format_rate, plural
+from elastic_ddp.formatting import duration, format_rate, plural
 from elastic_ddp.telemetry.description import describe_status, describe_steps, workers_gone
 from elastic_ddp.telemetry.goodput import PARTS, stall_parts
 from elastic_ddp.telemetry.phases import MIN_STEPS
@@ -48,7 +47,7 @@ def _facts(summary: Mapping[str, Any], status: Text) -> Table:
         "corruption": _corruption(summary),
         "epochs": format_number(summary["epochs"]),
         "samples": format_number(summary["samples"]) + _rates(summary),
-        "time": timedelta(seconds=round(summary["wall_seconds"])),
+        "time": duration(summary["wall_seconds"]),
         "goodput": _goodput(summary["goodput"]),
         "loss": f"{format_number(loss['first'])} → {format_number(loss['last'])}{_at_step(loss['step'], summary)}"
         if loss["first"] is not None
@@ -116,12 +115,8 @@ def _goodput(seconds: Mapping[str, Any]) -> str | None:
     """The share of the time that was training, and the other parts of at least 0.1 s."""
     if seconds["goodput"] is None:
         return None
-    parts = [f"{part.replace('_', '-')} {_duration(seconds[part])}" for part in PARTS if round(seconds[part], 1)]
+    parts = [f"{part.replace('_', '-')} {duration(seconds[part])}" for part in PARTS if round(seconds[part], 1)]
     return f"{100 * seconds['goodput']:.1f} %  {' · '.join(parts)}"
-
-
-def _duration(seconds: float) -> str:
-    return f"{seconds:.1f} s" if seconds < 60 else str(timedelta(seconds=round(seconds)))
 
 
 def training_rate(summary: Mapping[str, Any]) -> float | None:

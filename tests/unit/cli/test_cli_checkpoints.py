@@ -50,7 +50,7 @@ def test_ls_lists_commits_with_their_errors(tmp_path: Path, commits: list[Commit
     assert [row["step"] for row in rows] == [30, 20, 10]
     assert [row["error"] is None for row in rows] == [True, False, True]
     assert rows[0]["samples"] == 40 and rows[0]["bytes"] == commits[2].num_bytes
-    assert rows[0]["metrics"] == {"validation": 0.75} and rows[1]["metrics"] is None
+    assert rows[0]["metrics"] == {"validation": 0.75} and rows[1]["metrics"] == {}
     text = words(invoke("ls", run))
     assert "validation 0.75" in text and "complete" in text and f"{commits[1].objects[0].key} is missing" in text
     with pytest.raises(ConfigError, match=r"other: there are no commits .*<storage>/<name>"):
