@@ -38,20 +38,19 @@ def _facts(summary: Mapping[str, Any], status: Text) -> Table:
     facts.add_row("status", status)
     interval_s = summary["commit_interval_s"]
     bottleneck = summary["bottleneck"]
+    skipped = summary["skipped_steps"]
     loss = summary["loss"]
+    first = format_number(loss["first"])
     newest = f"last {bottleneck['num_steps']:,} steps" if bottleneck else ""
     rows = {
         "error": summary["error"],
-        "steps": describe_steps(summary)
-        + (f", {summary['skipped_steps']:,} skipped" if summary["skipped_steps"] else ""),
+        "steps": describe_steps(summary) + (f", {skipped:,} skipped" if skipped else ""),
         "corruption": _corruption(summary),
         "epochs": format_number(summary["epochs"]),
         "samples": format_number(summary["samples"]) + _rates(summary),
         "time": duration(summary["wall_seconds"]),
         "goodput": _goodput(summary["goodput"]),
-        "loss": f"{format_number(loss['first'])} → {format_number(loss['last'])}{_at_step(loss['step'], summary)}"
-        if loss["first"] is not None
-        else "",
+        "loss": f"{first} → {format_number(loss['last'])}{_at_step(loss['step'], summary)}" if first else "",
         "metrics": "  ".join(
             f"{name} {format_number(value)}{_at_step(summary['evaluated_at'].get(name), summary)}"
             for name, value in summary["metrics"].items()
@@ -87,9 +86,6 @@ def _generations(summary: Mapping[str, Any]) -> Table:
     rows = table("gen", "workers", "from step", "to step", "stall", "reason", "ended by", text=("reason", "ended by"))
     for generation in summary["generations"]:
         session = f"{generation['session_number']}." if summary["sessions"] > 1 else ""
-        is_newest = generation is summary["generations"][-1] and generation["session_number"] == summary["sessions"]
-        is_live = summary["status"] == "running" and is_newest
-        ended_by = str(generation["ended_by"] or "").replace("the driver failed", "its driver died")
         stall_s = sum(stall_parts(generation, summary["phases"]).values())
         rows.add_row(
             f"{session}{generation['generation']}",
@@ -97,8 +93,8 @@ def _generations(summary: Mapping[str, Any]) -> Table:
             format_number(generation["first_step"]),
             format_number(generation["last_step"]),
             "" if generation["rendezvous_s"] is None else f"{stall_s:.2f} s",
-            Text(str(generation["reason"])),
-            Text(ended_by or ("" if is_live else "not recorded")),
+            Text(generation["reason"]),
+            Text(generation["ended_by"] or ""),
         )
     return rows
 

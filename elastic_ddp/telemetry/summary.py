@@ -177,7 +177,7 @@ def _generations(sessions: list[Session]) -> list[dict[str, Any]]:
         if previous["ended_by"] is None:  # no worker reported it
             previous["last_step"] = max(previous["last_step"], following["first_step"])
             is_same_session = previous["session"] == following["session"]
-            previous["ended_by"] = PEER_FAILED if is_same_session else "the driver failed"
+            previous["ended_by"] = PEER_FAILED if is_same_session else "its driver died"
     return rows
 
 

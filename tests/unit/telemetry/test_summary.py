@@ -87,7 +87,7 @@ def test_a_run_over_two_sessions_is_one_summary() -> None:
         [2, 3, 20, 40],
     ]
     assert [row["reason"] for row in generations] == ["start", "worker failed", "resume"]
-    assert [row["ended_by"] for row in generations] == ["worker failed", "the driver failed", "finished"]
+    assert [row["ended_by"] for row in generations] == ["worker failed", "its driver died", "finished"]
     assert [row["session"] for row in generations] == ["s1", "s1", "s2"]
     assert [row["session_number"] for row in generations] == [1, 1, 2]
     assert {row[name] for row in generations for name in STALLS} == {None}
@@ -260,7 +260,7 @@ def test_no_step_is_missing_if_two_ranks_0_fail_before_one_of_them_reports_it() 
     rows = summarize(events)["generations"]
     assert [(row["first_step"], row["last_step"], row["ended_by"]) for row in rows] == [
         (0, 7, "a worker failed"),
-        (7, 7, "the driver failed"),
+        (7, 7, "its driver died"),
         (5, 5, None),
     ]
 
