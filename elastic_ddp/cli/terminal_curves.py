@@ -9,7 +9,7 @@ import numpy as np
 from rich.text import Text
 
 from elastic_ddp.report.history import History, throughput, value_of
-from elastic_ddp.report.marks import LOOKS, Kind
+from elastic_ddp.report.marks import LOOKS
 
 _BARS = "▁▂▃▄▅▆▇"
 """Not the full block: a line of bars would touch the one above it."""
@@ -31,7 +31,7 @@ class Timeline:
 
     def marks(self, columns: int) -> Text:
         """Returns the marks of the events in each interval, of which the most important is shown."""
-        found: dict[int, Kind] = {}
+        found: dict[int, str] = {}
         for mark in sorted(self._history.marks, key=lambda mark: list(LOOKS).index(mark.kind)):
             found.setdefault(self._column(mark.at, columns), mark.kind)
         text = Text()
