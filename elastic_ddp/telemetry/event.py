@@ -20,7 +20,7 @@ STEP_REPEATS = "a step is repeated"
 EXITED = "its process exited"
 """How a worker failed whose process has ended; its Python stacks may follow."""
 
-Account = Mapping[str, float]
+PhaseSeconds = Mapping[str, float]
 """Seconds of a generation by phase (see `account.Phase`), as one worker measured them since it began."""
 
 

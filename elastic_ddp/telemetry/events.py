@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import field
 from typing import Any
 
-from elastic_ddp.telemetry.event import Account, AgreedEvent, Event, GenerationEvent, TrainingEvent
+from elastic_ddp.telemetry.event import AgreedEvent, Event, GenerationEvent, PhaseSeconds, TrainingEvent
 
 
 class SessionStarted(Event):
@@ -110,14 +110,14 @@ class GenerationEnded(TrainingEvent):
     """Steps done at that time."""
     reason: str
     """Why the generation ended."""
-    account: Account | None = None
+    account: PhaseSeconds | None = None
     """Rank 0's account of the whole generation."""
 
 
 class GenerationAccount(GenerationEvent):
     """Members of a generation have come to the rendezvous for the next one. The next `generation_formed` follows."""
 
-    account: Account | None = None
+    account: PhaseSeconds | None = None
     """The longest account among those members."""
 
 
@@ -136,7 +136,7 @@ class StepsCompleted(AgreedEvent):
     """Number of workers."""
     metrics: Mapping[str, float]
     """Values passed to `step.log` in the last step, by name, averaged over the rows of the global batch."""
-    account: Account | None = None
+    account: PhaseSeconds | None = None
     """Rank 0's account of the generation so far; null if rank 0 failed and another rank reports the step."""
 
 
@@ -221,7 +221,7 @@ class CommitSucceeded(GenerationEvent):
     """Size of the commit's objects in bytes."""
     request: int | None = None
     """Number of the newest request for a commit that it fulfills; null for none."""
-    account: Account | None = None
+    account: PhaseSeconds | None = None
     """Rank 0's account of the generation when the save started."""
     interval_s: float | None = None
     """Seconds until the next commit, as chosen with `checkpoint.interval = "auto"`."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from elastic_ddp.telemetry.event import Account, Event, GenerationEvent, last_of
+from elastic_ddp.telemetry.event import Event, GenerationEvent, PhaseSeconds, last_of
 from elastic_ddp.telemetry.events import (
     CommitSucceeded,
     FirstStep,
@@ -40,7 +40,7 @@ class Generation:
     """Steps done in the starting state. Until a member reports this number, the newest commit's step."""
     last_step: int
     """Steps done at its end, from the newest report of its members."""
-    account: Account = field(default_factory=dict)
+    account: PhaseSeconds = field(default_factory=dict)
     progress: list[tuple[float, int]] = field(default_factory=list)
     """Useful seconds and steps done, after the first step and for each account with a step."""
     failed_at: float | None = None
@@ -75,7 +75,7 @@ class Generation:
             case WorkerFailed() if self.failed_at is None:
                 self.failed_at = at
 
-    def _add_account(self, account: Account | None, step: int | None) -> None:
+    def _add_account(self, account: PhaseSeconds | None, step: int | None) -> None:
         if step is not None:
             self.last_step = max(step, self.last_step)  # a commit is reported some steps later
         if account is not None and step is not None:
