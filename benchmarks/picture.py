@@ -99,7 +99,7 @@ def draw(folder: Path, file: Path) -> None:
     at, sizes = zip(*history.sizes, strict=True)
     workers.fill_between(at, sizes, step="post", alpha=0.15)
     workers.step(at, sizes, where="post")
-    loss.plot([point.at for point in history.points], [point.loss for point in history.points])
+    loss.plot([point.at for point in history.points], [point.event.loss for point in history.points])
     for mark in history.marks:
         look = LOOKS[mark.kind]
         if mark.kind == "joined":

@@ -187,7 +187,7 @@ def has_scheduler(optimizer: torch.optim.Optimizer) -> bool:
 
 def inner_schedulers(scheduler: torch.optim.lr_scheduler.LRScheduler) -> Sequence[Any]:
     """Returns the schedulers that a `SequentialLR` or `ChainedScheduler` runs; none for any other: `_schedulers`."""
-    return getattr(scheduler, "_schedulers", ())
+    return getattr(scheduler, "_schedulers", None) or ()
 
 
 def move_scheduler(scheduler: Any, position: int) -> None:

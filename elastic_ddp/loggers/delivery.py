@@ -17,6 +17,8 @@ from elastic_ddp.telemetry.event import Event
 from elastic_ddp.telemetry.ledger import LedgerReader
 from elastic_ddp.telemetry.step_values import LoggedStep, StepValues, beginning
 
+READ_EVERY_S = 1.0
+"""Seconds between two reads of the ledger: each of them lists its objects."""
 RETRY_S, MAX_RETRY_S = 1.0, 60.0
 """Seconds before the first retry of a logger that failed, and at most; failed reads of the ledger wait the first."""
 
@@ -131,6 +133,9 @@ class Delivery:
         """Starts the logger, and delivers all steps that it lacks until the session ends."""
         reader, steps = LedgerReader(self._session.storage), StepValues()
         events, is_over = self._read(reader)
+        while not is_over and all(event.session != self._session.name for event in events):
+            more, is_over = self._read_new(reader)  # the storage has not taken the start of the session yet
+            events += more
         run = self._session.describe(events)
         self.newest = self._logger.start(run)
         self._announce()
@@ -140,9 +145,14 @@ class Delivery:
                 self._log(steps.add(event))
             if is_over:
                 return
-            with self._changed:
-                self._changed.wait_for(lambda: self._has_new or self._is_abandoned or self._status is not None)
-            events, is_over = self._read(reader)
+            events, is_over = self._read_new(reader)
+
+    def _read_new(self, reader: LedgerReader) -> tuple[list[Event], bool]:
+        """Waits for new events, and reads them; at most once in `READ_EVERY_S`, and once when the session ends."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._has_new or self._is_abandoned or self._status is not None)
+            self._changed.wait_for(lambda: self._is_abandoned or self._status is not None, READ_EVERY_S)
+        return self._read(reader)
 
     def _read(self, reader: LedgerReader) -> tuple[list[Event], bool]:
         """Returns the new events, and whether they are the last of the session. Retries while the storage fails."""

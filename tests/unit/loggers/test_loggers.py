@@ -27,6 +27,7 @@ ALL = list(range(1, LAST + 1))
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(delivery, "READ_EVERY_S", 0.01)
     monkeypatch.setattr(delivery, "RETRY_S", 0.01)
     monkeypatch.setattr(run_loggers, "_POLL_S", 0.01)
 
@@ -68,6 +69,25 @@ def test_a_session_that_begins_anew_has_another_id_and_its_own_values(tmp_path: 
         this.loggers.finish("finished")
     assert second.runs[0].id != first.runs[0].id
     assert second.steps == ALL and {values["loss"] for _, values in second.kept} == {9.0}
+
+
+def test_a_session_whose_start_reaches_the_storage_late_has_its_own_id(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = Keeper(), Keeper()
+    with driver(tmp_path, "s000001-a", first) as this:
+        this.record(SessionStarted(), *step_events(1), *step_events(3))
+        until(lambda: first.steps == [1])
+    with driver(tmp_path, "s000002-a", second) as this:
+        reads, read = [], LedgerReader.read
+        monkeypatch.setattr(LedgerReader, "read", lambda reader: reads.append(1) or read(reader))
+        this.start()  # the first flush has failed
+        this.loggers.notify()
+        until(lambda: len(reads) >= 2)
+        this.record(*session_events())
+        this.loggers.finish("finished")
+    assert [run.id for run in second.runs] == ["s000002-a"]
+    assert second.steps == ALL
 
 
 class Failing(Keeper):
