@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -254,7 +255,8 @@ def _kill_node(raylet: int) -> None:
     """Kills all processes of this node, as a power cut does, and this process last."""
     below = [int(stat.parent.name) for stat in Path("/proc").glob("[0-9]*/stat") if parent_of(stat) == raylet]
     for pid in [raylet, *(pid for pid in below if pid != os.getpid()), os.getpid()]:
-        os.kill(pid, signal.SIGKILL)
+        with suppress(ProcessLookupError):  # some of them end with the raylet
+            os.kill(pid, signal.SIGKILL)
 
 
 def _drain_node(within_s: float) -> None:

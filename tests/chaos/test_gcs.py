@@ -23,7 +23,7 @@ from tests.integration.clusters import cluster_of
 pytestmark = [pytest.mark.slow, pytest.mark.chaos]
 
 RAY_WAITS_S = 40
-"""How long Ray's processes wait for the GCS, instead of 60 s. The driver has 15 % of it to end, which takes 4 s here."""
+"""How long Ray's processes wait for the GCS, instead of 60 s. A driver has 15 % of this time to end; it takes 4 s."""
 
 
 @pytest.fixture
